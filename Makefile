@@ -1,0 +1,33 @@
+# make quickstart | test | lint      each creates .venv on its first use; a second call starts at once.
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: quickstart test lint clean
+
+# Two cores are the reference machine: one thread per process keeps results the same from run to run.
+export OMP_NUM_THREADS ?= 2
+
+quickstart: $(STAMP)
+	$(BIN)/python -m alignment.quickstart --model $(MODEL)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# torch goes first: alone and pinned, pip takes the build the index offers instead of resolving around it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,59 @@
+"""Fixtures and guards shared by every test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports huggingface_hub: a test never reaches for the network.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Small tensors run faster on one thread, and sums do not depend on how many cores the machine has."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder `shared` beside the repository, with real models and data; the test is skipped where it is absent."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("the folder 'shared' is not beside the repository")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """The small tokenizer that `policy.name: tiny` uses."""
+    from alignment.tiny import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer) -> Path:
+    """A saved tiny Llama with its tokenizer, so that the real loading code runs. Read only: shared by all tests."""
+    from alignment.tiny import tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    tiny_model(seed=0).save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
+    return folder
