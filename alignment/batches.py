@@ -295,12 +295,12 @@ class GroupBatch:
 
         prompt_tokens = _ranges(self.group_of, self.prompt_lengths)
         prompt_row = torch.arange(n, device=device).repeat_interleave(prompt_length)
-        prompt_col = _within(prompt_length)
+        prompt_col = within(prompt_length)
         input_ids[prompt_row, prompt_col] = self.prompt_ids[prompt_tokens]
         attention[prompt_row, prompt_col] = 1
 
         row = self.row_of()
-        col = prompt_length[row] + _within(self.completion_lengths)
+        col = prompt_length[row] + within(self.completion_lengths)
         input_ids[row, col] = self.completion_ids
         attention[row, col] = 1
         labels[row, col] = torch.where(self.scored, self.completion_ids, torch.full_like(self.completion_ids, -100))
@@ -342,7 +342,7 @@ def _flat(rows: Sequence[Sequence[int]]) -> Tensor:
     return _ints([t for r in rows for t in r])
 
 
-def _within(lengths: Tensor) -> Tensor:
+def within(lengths: Tensor) -> Tensor:
     """lengths [K] -> [sum] positions 0..length-1 of each segment, concatenated."""
     ends = lengths.cumsum(0)
     return torch.arange(int(lengths.sum()), device=lengths.device) - (ends - lengths).repeat_interleave(lengths)
@@ -352,4 +352,4 @@ def _ranges(index: Tensor, lengths: Tensor) -> Tensor:
     """Flat positions of the segments named by `index`, where segment k covers lengths[k] positions."""
     starts = lengths.cumsum(0) - lengths
     taken = lengths[index]
-    return starts[index].repeat_interleave(taken) + _within(taken)
+    return starts[index].repeat_interleave(taken) + within(taken)

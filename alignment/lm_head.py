@@ -1,0 +1,217 @@
+"""Token log-probs and entropies from hidden states, without ever holding `[tokens, vocab]`.
+
+The projection onto the vocabulary is computed in tiles of at most `tile_bytes`; the forward keeps two or three running
+numbers per token (maximum, sum of exponentials, and for the entropy the sum weighted by the logit), the backward
+computes each tile again and turns it into gradients at once. Temporary memory is one tile whatever V is; what must be
+as large as the weight is only the weight's own gradient, and only when the weight is trained.
+
+With logits z, p = softmax(z), log-prob l_y = z_y - log sum exp z and entropy H = -sum p log p:
+    dl_y/dz_v = 1[v = y] - p_v          dH/dz_v = -p_v (log p_v + H)
+
+Legend: n scored tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Narrower vocabulary tiles than this make the matrix product slow; beyond it the token axis is cut instead.
+_MIN_COLUMNS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitForm:
+    """How an architecture turns the projection h W^T + b into logits: z = cap * tanh(scale * (h W^T + b) / cap).
+
+    Args:
+        scale: factor on the projection (Cohere's `logit_scale`, 1 / Granite's `logits_scaling`).
+        softcap: cap of Gemma's `final_logit_softcapping`; None: no cap.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spec:
+    """Everything that is not a tensor: logit form, temperature, tile size, the dtype of the matrix products."""
+
+    form: LogitForm
+    temperature: float
+    tile_bytes: int
+    dtype: torch.dtype
+
+
+def score_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    form: LogitForm | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    tile_bytes: int = 8 << 20,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target and, when asked, the entropy of each distribution.
+
+    Args:
+        hidden: [n, H] states that predict the targets. weight: [V, H]. bias: [V] or None.
+        targets: [n] int64 token ids.
+        temperature: logits are divided by it, after `form`.
+        tile_bytes: bound in bytes of one tile of logits (in fp32).
+
+    Returns:
+        log-probs [n] and entropies [n] in nats (or None), in fp32 (float64 for float64 input). Both are differentiable
+        with respect to hidden, weight and bias; a weight that needs no gradient costs none. The matrix products run in
+        the dtype of `hidden` (or of autocast), everything after them in fp32.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    spec = _Spec(form=form or LogitForm(), temperature=temperature, tile_bytes=tile_bytes, dtype=dtype)
+    with torch.autocast(kind, enabled=False):
+        logps, ent = _TiledHead.apply(hidden, weight, bias, targets, entropy, spec)  # type: ignore[no-untyped-call]
+    return logps, ent
+
+
+class _TiledHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: _Spec
+    ) -> tuple[Tensor, Tensor | None]:
+        n, states = len(targets), hidden.to(spec.dtype)
+        stats = _stats_dtype(hidden)
+        top = torch.full((n,), -torch.inf, dtype=stats, device=hidden.device)
+        total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
+        for columns, row_blocks in _tiles(n, weight.shape[0], spec.tile_bytes):
+            w, b = _cut(weight, bias, columns, spec.dtype)
+            for rows in row_blocks:
+                z, _ = _logits(states[rows], w, b, spec, stats)
+                picked[rows] = torch.where(*_at_target(targets[rows], columns, z), picked[rows])
+                new_top = torch.maximum(top[rows], z.amax(-1))
+                shift = top[rows] - new_top  # <= 0; -inf on the first tile, where the sums are still 0
+                z -= new_top[:, None]
+                e = z.exp()
+                if entropy:
+                    # sums are relative to the running maximum, so moving it by `shift` moves the weighted sum too
+                    moved = torch.where(total[rows] > 0, weighted[rows] + shift * total[rows], total[rows])
+                    weighted[rows] = shift.exp() * moved + (e * z).sum(-1)
+                total[rows] = shift.exp() * total[rows] + e.sum(-1)
+                top[rows] = new_top
+        log_total = total.log()
+        norm = top + log_total
+        ent = log_total - weighted / total if entropy else None
+        ctx.spec = spec
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, ent)
+        ctx.set_materialize_grads(False)
+        return picked - norm, ent
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, g_logps: Tensor | None, g_ent: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, norm, ent = ctx.saved_tensors
+        spec: _Spec = ctx.spec
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        if g_logps is None and g_ent is None:
+            return (None,) * 6
+        n, states, stats = len(targets), hidden.to(spec.dtype), norm.dtype
+        g_logps = torch.zeros_like(norm) if g_logps is None else g_logps
+        d_hidden = torch.zeros(hidden.shape, dtype=stats, device=hidden.device) if need_hidden else None
+        d_weight = torch.empty_like(weight) if need_weight else None
+        d_bias = torch.empty_like(bias) if need_bias else None
+        for columns, row_blocks in _tiles(n, weight.shape[0], spec.tile_bytes):
+            w, b = _cut(weight, bias, columns, spec.dtype)
+            dw = torch.zeros(w.shape if need_weight else 0, dtype=stats, device=hidden.device)
+            db = torch.zeros(w.shape[0], dtype=stats, device=hidden.device)
+            for rows in row_blocks:
+                z, slope = _logits(states[rows], w, b, spec, stats)
+                d = _logit_gradient(z, targets[rows], columns, norm[rows], g_logps[rows], ent, g_ent, rows)
+                d *= spec.form.scale / spec.temperature
+                if slope is not None:
+                    d *= slope
+                if need_bias:
+                    db += d.sum(0)
+                d = d.to(spec.dtype)
+                if d_hidden is not None:
+                    d_hidden[rows] += d @ w
+                if need_weight:
+                    dw += d.T @ states[rows]
+            if d_weight is not None:
+                d_weight[columns] = dw
+            if d_bias is not None:
+                d_bias[columns] = db
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
+
+
+def _stats_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _tiles(n: int, vocab: int, tile_bytes: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Vocabulary slices, each with the token slices that keep a tile of fp32 logits within `tile_bytes`.
+
+    All tokens share a vocabulary slice as long as it stays wide enough: the weight is then read once.
+    """
+    cells = max(1, tile_bytes // 4)
+    columns = min(vocab, max(cells // max(1, n), min(vocab, _MIN_COLUMNS)))
+    rows = min(n, max(1, cells // columns))
+    row_blocks = [slice(i, min(i + rows, n)) for i in range(0, n, max(1, rows))]
+    for start in range(0, vocab, columns):
+        yield slice(start, min(start + columns, vocab)), row_blocks
+
+
+def _cut(weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight[columns].to(dtype), None if bias is None else bias[columns].to(dtype)
+
+
+def _logits(
+    states: Tensor, w: Tensor, b: Tensor | None, spec: _Spec, stats: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """One tile of logits [rows, columns], and the slope of the softcap there (None without one)."""
+    z = (states @ w.T if b is None else torch.addmm(b, states, w.T)).to(stats)
+    if spec.form.scale != 1.0:
+        z *= spec.form.scale
+    slope = None
+    if spec.form.softcap is not None:
+        t = z.div_(spec.form.softcap).tanh_()
+        slope = 1 - t * t
+        z = t.mul_(spec.form.softcap)
+    if spec.temperature != 1.0:
+        z /= spec.temperature
+    return z, slope
+
+
+def _at_target(targets: Tensor, columns: slice, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets lie in this tile [rows] bool, and the value of `z` there [rows] (any value elsewhere)."""
+    local = targets - columns.start
+    inside = (local >= 0) & (local < z.shape[1])
+    return inside, z.gather(1, local.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+
+
+def _logit_gradient(
+    z: Tensor,
+    targets: Tensor,
+    columns: slice,
+    norm: Tensor,
+    g_logps: Tensor,
+    ent: Tensor | None,
+    g_ent: Tensor | None,
+    rows: slice,
+) -> Tensor:
+    """Gradient with respect to one tile of logits [rows, columns]; overwrites `z`."""
+    z -= norm[:, None]
+    if ent is not None and g_ent is not None:
+        factor = (z + ent[rows, None]).mul_(-g_ent[rows, None]).sub_(g_logps[:, None])
+        d = z.exp_().mul_(factor)
+    else:
+        d = z.exp_().mul_(-g_logps[:, None])
+    local = targets - columns.start
+    inside = (local >= 0) & (local < d.shape[1])
+    d.scatter_add_(1, local.clamp(0, d.shape[1] - 1)[:, None], torch.where(inside, g_logps, 0)[:, None])
+    return d

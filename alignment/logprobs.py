@@ -1,0 +1,289 @@
+"""Token log-probs, entropies and hidden states of a GroupBatch under a causal language model.
+
+Two paths give the same numbers:
+
+shared  each prompt is computed once, with all its completions behind it in one row (`alignment.layout`); the LM head is
+        applied to scored positions only, in tiles (`alignment.lm_head`).
+plain   one right-padded row per completion through the model's own forward and its own logits. It serves any causal
+        model, and it is the oracle of the shared path.
+
+`verify()` runs both once on the loaded model and keeps `shared` only where it reproduces `plain`. Bounds, tested in
+tests/unit/test_logprobs.py on small random models: fp32 1e-5 on token log-probs and 0.999999 on the cosine of all
+gradients; bf16 BF16_BOUND on token log-probs. On the shared path a completion's values do not change by one bit when
+the content of another completion changes (dense models; 1e-6 for mixtures of experts, whose matrix products depend on
+routing); a change of another's length moves the row and may change the last bits (1e-5).
+
+Legend: P, N, C, H, V as in `alignment.batches`; R rows of W tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from alignment.batches import GroupBatch
+from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
+from alignment.lm_head import LogitForm, score_tokens
+from alignment.probe import Probe, check_causal, difference, obstacle
+
+log = logging.getLogger(__name__)
+
+Path = Literal["auto", "shared", "plain"]
+Hidden = Literal["before", "at"] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStats:
+    """What a model says about a batch's completion tokens; None for what was not asked.
+
+    Args:
+        logps: [C] fp32, log-prob of each token given everything before it; exactly 0 where a token is not scored.
+        entropy: [C] fp32 nats, of the distribution each token was drawn from; exactly 0 where it is not scored.
+        hidden: [C, H] in the model's dtype, final hidden state of every token, scored or not.
+    """
+
+    logps: Tensor | None
+    entropy: Tensor | None
+    hidden: Tensor | None
+
+
+class LogProbEngine:
+    """Computes `TokenStats` of a model, wrapped by peft or not, on the fastest path that reproduces it.
+
+    Args:
+        model: a causal language model of transformers, or a wrapper around one that leaves its inputs as they are.
+        path: "auto" takes shared where `verify()` allows it; "shared" makes it an error when it does not.
+        tile_bytes: bound in bytes of one tile of logits on the shared path.
+        pad_id: any token id; it fills, it never masks.
+
+    Attributes:
+        path: the path in force, "shared" or "plain". reason: why plain, "" on the shared path.
+
+    Raises ValueError for an encoder-decoder, for a model in which a token sees later ones, and for path="shared" on a
+    model that the shared path does not reproduce.
+    """
+
+    def __init__(self, model: nn.Module, *, path: Path = "auto", tile_bytes: int = 8 << 20, pad_id: int = 0) -> None:
+        if path not in ("auto", "shared", "plain"):
+            raise ValueError(f"path must be 'auto', 'shared' or 'plain', not {path!r}")
+        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if inner is None:
+            raise ValueError(f"{type(model).__name__} holds no transformers model")
+        if inner.config.is_encoder_decoder:
+            raise ValueError(f"{type(inner).__name__} is an encoder-decoder; give a decoder-only causal language model")
+        self._model, self._inner, self._asked = model, inner, path
+        self._config = inner.config.get_text_config(decoder=True)
+        self._head: nn.Module | None = inner.get_output_embeddings()
+        self._trunk = _decoder(inner) if self._head is not None else inner
+        self._tile_bytes, self._pad_id = tile_bytes, pad_id
+        self._keeps_logits = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
+        self._verified = False
+        self.path: Literal["shared", "plain"] = "plain"
+        self.reason = "not verified yet"
+
+    def __call__(
+        self,
+        batch: GroupBatch,
+        *,
+        logps: bool = True,
+        entropy: bool = False,
+        hidden: Hidden = None,
+        temperature: float = 1.0,
+    ) -> TokenStats:
+        """Run the model once over the batch.
+
+        Args:
+            logps, entropy: whether to return them; both need the LM head.
+            hidden: "before" returns the state that predicts each token (values in PPO), "at" the state after reading it.
+            temperature: logits are divided by it; sampled tokens are scored at the temperature they were drawn with.
+
+        The model runs in whatever mode it is in (train or eval, adapters on or off, autocast). Without anything to
+        compute (no completion token, or none scored and no states asked) the model does not run and the values are
+        zeros without a graph.
+        """
+        if temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
+        if (logps or entropy) and self._head is None:
+            raise ValueError(f"{type(self._inner).__name__} has no LM head; ask for hidden states only")
+        if not self._verified:
+            self.verify()
+        return self._run(self.path, batch, logps, entropy, hidden, temperature)
+
+    def _run(
+        self, path: str, batch: GroupBatch, logps: bool, entropy: bool, hidden: Hidden, temperature: float
+    ) -> TokenStats:
+        scored = batch.scored.nonzero()[:, 0]
+        head = (logps or entropy) and scored.numel() > 0
+        if len(batch.completion_ids) == 0 or not (head or hidden):
+            size = (len(batch.completion_ids), self._config.hidden_size)
+            states = torch.zeros(size, dtype=self._inner.dtype, device=batch.device) if hidden else None
+            lp, ent = None, None
+        else:
+            run = self._shared if path == "shared" else self._plain
+            lp, ent, states = run(batch, scored if head else None, entropy, hidden, temperature)
+        return TokenStats(
+            logps=_spread(lp, scored, batch) if logps else None,
+            entropy=_spread(ent, scored, batch) if entropy else None,
+            hidden=states,
+        )
+
+    # ------------------------------------------------------------------ shared path
+
+    def _shared(
+        self, batch: GroupBatch, scored: Tensor | None, entropy: bool, hidden: Hidden, temperature: float
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Log-probs and entropies [scored] (None without `scored`) and states [C, H] (None unless asked)."""
+        layout = pack(batch, self._pad_id)
+        output = self._trunk(
+            input_ids=layout.input_ids,
+            attention_mask=self._masks(layout),
+            position_ids=layout.position_ids,
+            use_cache=False,
+        )
+        states = output[0].flatten(0, 1)
+        lp, ent = None, None
+        if scored is not None:
+            assert isinstance(self._head, nn.Linear)  # the shared path is only chosen for a plain linear head
+            lp, ent = score_tokens(
+                states[layout.predictor[scored]],
+                self._head.weight,
+                self._head.bias,
+                batch.completion_ids[scored],
+                form=_logit_form(self._config),
+                temperature=temperature,
+                entropy=entropy,
+                tile_bytes=self._tile_bytes,
+            )
+        index = {"before": layout.predictor, "at": layout.place}
+        return lp, ent, states[index[hidden]] if hidden else None
+
+    def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
+        """One mask, or one per kind of layer where a model has several kinds (it then takes them by name)."""
+        masks = {kind: attention_mask(layout, layer) for kind, layer in layer_masks(self._config).items()}
+        if self._config._attn_implementation == "eager":
+            masks = {kind: additive(mask, self._inner.dtype) for kind, mask in masks.items()}
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    # ------------------------------------------------------------------ plain path
+
+    def _plain(
+        self, batch: GroupBatch, scored: Tensor | None, entropy: bool, hidden: Hidden, temperature: float
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As `_shared`. Holds logits of [N, columns, V], where columns are the positions some row scores."""
+        rows = batch.padded(self._pad_id)
+        row, column = (rows.position >= 0).nonzero(as_tuple=True)  # [C], in the order of the flat tensors
+        inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "use_cache": False}
+        lp, ent = None, None
+        if scored is None:
+            states = self._trunk(**inputs)[0]
+        else:
+            columns, at = torch.unique(column[scored] - 1, return_inverse=True)
+            if self._keeps_logits:
+                inputs["logits_to_keep"] = columns
+            with _captured(self._trunk) as captured:
+                logits = self._model(**inputs).logits
+            states = captured[0]
+            picked = logits[row[scored], at if self._keeps_logits else columns[at]]
+            lp, ent = _log_softmax_stats(picked / temperature, batch.completion_ids[scored], entropy)
+        if states.shape[1] != rows.input_ids.shape[1]:
+            raise ValueError(
+                f"{type(self._model).__name__} adds tokens to its input (prompt or prefix tuning); use LoRA or no adapter"
+            )
+        if hidden is None:
+            return lp, ent, None
+        return lp, ent, states[row, column - 1 if hidden == "before" else column]
+
+    # ------------------------------------------------------------------ choosing
+
+    def verify(self) -> None:
+        """Decide `path` and `reason` on the loaded model; logs the outcome. Runs once, later calls return at once."""
+        if self._verified:
+            return
+        name = type(self._inner).__name__
+        probe = Probe(config=self._config, device=next(self._inner.parameters()).device)
+        with _evaluating(self._model), torch.no_grad():
+            check_causal(name, probe, self._probe_path)
+            if self._asked == "plain":
+                reason = "it was asked for"
+            else:
+                reason = obstacle(self._trunk, self._head, self._config)
+                reason = reason or difference(probe, self._probe_path, low_precision=_is_low_precision(self._inner))
+        if reason and self._asked == "shared":
+            raise ValueError(f"the shared path does not fit {name}: {reason}; use path='auto'")
+        self.path, self.reason = ("plain", reason) if reason else ("shared", "")
+        self._verified = True
+        if self._asked == "auto" and reason:
+            log.warning("log-probs of %s take the plain path: %s", name, reason)
+        else:
+            log.info("log-probs of %s take the %s path", name, self.path)
+
+    def _probe_path(self, path: str, batch: GroupBatch) -> TokenStats:
+        scores = self._head is not None
+        return self._run(path, batch, scores, scores, "at", 1.0)
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """The part below the LM head, which maps token ids to final hidden states."""
+    decoder = model.get_decoder()
+    if decoder is model:  # where transformers' own look-up does not know the architecture's name for it
+        decoder = next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
+    if decoder is model:
+        raise ValueError(f"cannot tell the decoder of {type(model).__name__} from its LM head")
+    return decoder
+
+
+def _is_low_precision(model: PreTrainedModel) -> bool:
+    return model.dtype not in (torch.float32, torch.float64) or getattr(model, "quantization_method", None) is not None
+
+
+def _logit_form(config: PreTrainedConfig) -> LogitForm:
+    """From the names the transformers architectures use; one that does otherwise is caught by `verify()`."""
+    scale = getattr(config, "logit_scale", None) or 1.0
+    return LogitForm(
+        scale=float(scale) / float(getattr(config, "logits_scaling", None) or 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _log_softmax_stats(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """[n, V] -> log-probs of the targets [n] and entropies [n]."""
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    lp = log_p.gather(1, targets[:, None])[:, 0]
+    return lp, -(log_p.exp() * log_p).sum(-1) if entropy else None
+
+
+def _spread(values: Tensor | None, scored: Tensor, batch: GroupBatch) -> Tensor:
+    """[scored] -> [C] fp32, 0 elsewhere."""
+    out = torch.zeros(len(batch.completion_ids), dtype=torch.float32, device=batch.device)
+    return out if values is None else out.index_put((scored,), values.float())
+
+
+@contextmanager
+def _captured(module: nn.Module) -> Iterator[list[Tensor]]:
+    """The first output of every call of `module` inside the block."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _module, _args, output: seen.append(output[0]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the block, then every module back in its own mode."""
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
