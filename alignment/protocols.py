@@ -1,0 +1,27 @@
+"""What callbacks, data modules and the engine may expect of each other, so that callbacks never import modules and the
+engine never imports either. All are checked with `isinstance`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import lightning as L
+
+
+@runtime_checkable
+class GradientListener(Protocol):
+    """A callback that wants gradients as the batch produced them: over all ranks and micro-batches, before clipping.
+
+    Lightning's `on_before_optimizer_step` fires after clipping under manual optimisation. Called only for finite steps.
+    `norms` holds "total", the L2 norm over all trainable parameters, and any named part the module measured.
+    """
+
+    def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None: ...
+
+
+@runtime_checkable
+class SizedBatches(Protocol):
+    """A data module that knows how many groups one optimizer step sees, over all ranks."""
+
+    batch_size: int

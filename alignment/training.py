@@ -1,0 +1,259 @@
+"""What every module shares about training, whatever its model: manual optimisation through `update`, one optimizer and
+schedule, metric windows, keyed randomness, and the state that shapes training in the checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from alignment import distributed, randomness
+from alignment import update as engine
+from alignment.batches import GroupBatch
+from alignment.errors import UserError
+from alignment.guard import FiniteGuard
+from alignment.metrics import Metrics, MetricWindow
+from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr
+from alignment.protocols import SizedBatches
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STATE_KEY = "alignment"
+
+
+class TrainingMixin(L.LightningModule):
+    """Base of all modules. A subclass defines `loss(micro, counts)` and, for more than one update per batch, overrides
+    `train_batch`.
+
+    Args:
+        optim: optimizer and schedule; a mapping of its fields is accepted too (checkpoints hold plain values).
+        micro_batch_tokens: upper bound of tokens the model reads in one forward. It bounds memory and changes no
+            result. None: the whole batch at once.
+    """
+
+    updates_per_batch: int = 1
+    """Optimizer steps one batch leads to; the schedule's length counts with it."""
+
+    loss_terms: Mapping[str, float] = {"loss": 1.0}
+    """Metric name -> weight: what `val/loss` is composed of. Training logs the exact loss of each update instead."""
+
+    moving: ClassVar[tuple[str, ...]] = ()
+    """Attributes a callback may move during training (beta, ...): saved in the checkpoint, restored on resume."""
+
+    def __init__(self, *, optim: OptimConfig, micro_batch_tokens: int | None) -> None:
+        super().__init__()
+        if micro_batch_tokens is not None and micro_batch_tokens < 1:
+            raise UserError(f"micro_batch_tokens is {micro_batch_tokens}; use a positive number, or null for no bound")
+        self.automatic_optimization = False
+        self.optim = as_config(OptimConfig, optim)
+        self.micro_batch_tokens = micro_batch_tokens
+        self.batches_seen = 0
+        self.guard = FiniteGuard()
+        self.dropout_on = False
+        self._train_window = MetricWindow()
+        self._eval_window = MetricWindow()
+        self._batch_size_noted = False
+
+    # ------------------------------------------------------------------ what a module defines
+
+    def loss(self, micro: GroupBatch, counts: engine.Counts) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the batch's loss, and its metrics as (sum, count)."""
+        raise TypeError(f"{type(self).__name__} must define loss(micro, counts), or override train_batch")
+
+    def train_batch(self, batch: GroupBatch) -> None:
+        """One batch of training: by default one update with `loss`."""
+        self.update(batch, self.loss)
+
+    def evaluation_metrics(self, batch: GroupBatch) -> Metrics:
+        """Metrics of one validation or test micro-batch; by default those of `loss`."""
+        return self.loss(batch, engine.UNIT)[1]
+
+    # ------------------------------------------------------------------ training
+
+    def update(self, batch: GroupBatch, loss_fn: engine.LossFn, *, keep_groups: bool = True) -> None:
+        """One optimizer step; see `alignment.update.update`."""
+        engine.update(self, batch, loss_fn, keep_groups=keep_groups)
+
+    def training_step(self, batch: GroupBatch, batch_idx: int) -> None:
+        if self.dropout_on:
+            torch.manual_seed(randomness.derive(self.seed, "batch", self.batches_seen, distributed.rank()))
+        self.train_batch(batch)
+        # Here and not in a hook: callbacks save at the end of the batch, before the module's own hook runs.
+        self.batches_seen += 1
+        if (self.trainer.fit_loop.total_batch_idx + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._log_training_window()
+
+    def on_train_epoch_end(self) -> None:
+        self._log_training_window()
+
+    def _log_training_window(self) -> None:
+        values = self._train_window.flush(self.device)
+        loss = {k: v for k, v in values.items() if k == "loss"}
+        self.log_dict(loss, prog_bar=True, batch_size=1)
+        self.log_dict({k: v for k, v in values.items() if k != "loss"}, batch_size=1)
+
+    def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
+        """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""
+        own = {k: v for k, v in metrics.items() if k not in self.loss_terms or len(self.loss_terms) > 1}
+        self._train_window.update(own)
+        if distributed.rank() == 0:
+            one = torch.ones((), dtype=torch.float64)
+            values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+            self._train_window.update({k: (torch.tensor(v, dtype=torch.float64), one) for k, v in values.items()})
+
+    def note_batch_size(self, groups: int) -> None:
+        """Warn once about a batch so small that gradients are noisy. `groups` counts over all ranks."""
+        if not self._batch_size_noted and 0 < groups < SMALL_BATCH and distributed.rank() == 0:
+            log.warning("a batch of %d groups: below %d gradients are noisy (data.batch_size)", groups, SMALL_BATCH)
+        self._batch_size_noted = self._batch_size_noted or groups > 0
+
+    @property
+    def seed(self) -> int:
+        """What `seed_everything` was given, else 0."""
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Updates skipped because loss or gradient was not finite."""
+        return self.guard.nonfinite
+
+    # ------------------------------------------------------------------ evaluation
+
+    def on_validation_epoch_start(self) -> None:
+        self._eval_window = MetricWindow()
+
+    def on_test_epoch_start(self) -> None:
+        self._eval_window = MetricWindow()
+
+    def validation_step(self, batch: GroupBatch, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: GroupBatch, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _evaluate(self, batch: GroupBatch) -> None:
+        for micro in batch.split(self.micro_batch_tokens):
+            self._eval_window.update(self.evaluation_metrics(micro))
+
+    def _log_evaluation(self, stage: str) -> None:
+        """Metrics over the whole set and all ranks, each row or token weighing the same wherever it was batched."""
+        values = self._eval_window.flush(self.device)
+        if not values:
+            return
+        values["loss"] = sum(weight * values[name] for name, weight in self.loss_terms.items())
+        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1)
+
+    # ------------------------------------------------------------------ optimizer and schedule
+
+    def configure_optimizers(self) -> Any:
+        strategy, precision = self.trainer.strategy, str(self.trainer.precision)
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise UserError(f"trainer.strategy {type(strategy).__name__} is not supported; use auto or ddp")
+        if precision == "16-mixed":
+            raise UserError("trainer.precision 16-mixed scales the loss, which update() does not undo; use bf16-mixed")
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        size = data.batch_size if isinstance(data, SizedBatches) else None
+        optimizer = build_optimizer(self.named_parameters(), self.optim, peak_lr(self.optim, size))
+        schedule = build_schedule(optimizer, self.optim, self._total_steps())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _total_steps(self) -> float:
+        """Optimizer steps of the run: `max_steps`, else batches times updates per batch."""
+        if self.optim.schedule == "constant":
+            return math.inf
+        if self.trainer.max_steps != -1 and self.updates_per_batch > 1:
+            return self.trainer.max_steps
+        return self.trainer.estimated_stepping_batches * self.updates_per_batch
+
+    def step_schedule(self) -> None:
+        schedule = self.lr_schedulers()
+        assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
+        schedule.step()
+
+    # ------------------------------------------------------------------ state
+
+    def training_state(self) -> dict[str, Any]:
+        """Everything besides weights and moments that shapes training, JSON-able. Subclasses add to it."""
+        moving = {name: {"configured": self.hparams.get(name), "now": getattr(self, name)} for name in self.moving}
+        return {"batches_seen": self.batches_seen, "guard": self.guard.state_dict(), "moving": moving}
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `training_state`. A setting given anew with another value than the run began with is kept."""
+        self.batches_seen = int(state["batches_seen"])
+        self.guard.load_state_dict(state["guard"])
+        for name, saved in state["moving"].items():
+            if self.hparams.get(name) == saved["configured"]:
+                setattr(self, name, saved["now"])
+            else:
+                log.warning("%s stays at %s as given; the checkpoint had %s", name, getattr(self, name), saved["now"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[STATE_KEY] = self.training_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if STATE_KEY not in checkpoint:
+            raise UserError("the checkpoint was not written by one of this project's modules: it has no training state")
+        self.load_training_state(checkpoint[STATE_KEY])
+
+    def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's, with dataclasses stored as plain mappings so that a checkpoint's state is JSON."""
+        frame = inspect.currentframe()
+        kwargs.setdefault("frame", frame.f_back if frame else None)
+        super().save_hyperparameters(*args, **kwargs)
+        for name, value in list(self.hparams.items()):
+            self.hparams[name] = plain(value)
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses to mappings and tuples to lists, recursively."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def as_config(cls: type[T], value: T | Mapping[str, Any] | None) -> T:
+    """A config dataclass from itself or from a mapping of its fields, nested dataclasses included. Raises UserError for
+    a field that does not exist."""
+    if value is None:
+        return cls()
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise UserError(f"expected {cls.__name__} or a mapping of its fields, got {type(value).__name__}")
+    assert is_dataclass(cls)
+    known = {f.name for f in fields(cls)}
+    if unknown := sorted(set(value) - known):
+        raise UserError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    hints = get_type_hints(cls)
+    return cls(**{name: _nested(hints[name], v) for name, v in value.items()})
+
+
+def _nested(hint: Any, value: Any) -> Any:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
+        if is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
+            return as_config(option, value)
+        if get_origin(option) is tuple and isinstance(value, list):
+            return tuple(value)
+    return value

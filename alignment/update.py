@@ -1,0 +1,195 @@
+"""The one update every module makes: split, backward, reduce over ranks, agree on finiteness, clip, step.
+
+A batch is an optimisation batch. Each micro-batch returns its *share* of the loss, already divided by the counts of the
+whole batch over all ranks, so gradients are summed and never averaged: neither `micro_batch_tokens` nor the number of
+ranks appears in the result. Ranks may have different numbers of micro-batches, or no rows at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
+
+from alignment import distributed
+from alignment.batches import GroupBatch
+from alignment.guard import WINDOW, TrainingDivergedError, dump_batch, roll_back
+from alignment.metrics import Metrics, add_metrics
+from alignment.protocols import GradientListener
+
+if TYPE_CHECKING:
+    from alignment.training import TrainingMixin
+
+log = logging.getLogger(__name__)
+
+BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Denominators of a batch, known from its masks before any forward. Whole numbers while every weight is 1.
+
+    Args:
+        prompts: sum over groups of the smallest weight among the group's completions, where a completion without a
+            scored token weighs 0: the number of complete preference pairs, for example.
+        rows: sum of the weights of completions with at least one scored token.
+        tokens: sum over scored tokens of their completion's weight.
+    """
+
+    prompts: float
+    rows: float
+    tokens: float
+
+    @classmethod
+    def of(cls, batch: GroupBatch) -> Counts:
+        """Of this batch over all ranks. A collective: every rank calls it, also with an empty batch."""
+        weights = row_weights(batch)
+        tokens = (weights.double() * batch.scored_lengths()).sum()
+        local = torch.stack([group_weights(batch).double().sum(), weights.double().sum(), tokens])
+        prompts, rows, count = distributed.all_reduce_sum(local).tolist()
+        return cls(prompts=prompts, rows=rows, tokens=count)
+
+
+UNIT = Counts(prompts=1.0, rows=1.0, tokens=1.0)
+"""Counts under which a loss function returns plain sums: evaluation uses it and keeps only the metrics."""
+
+LossFn = Callable[[GroupBatch, Counts], tuple[Tensor, Metrics]]
+"""loss_fn(micro-batch, counts of the whole batch) -> (share of the loss [], metrics of this micro-batch)."""
+
+
+def row_weights(batch: GroupBatch) -> Tensor:
+    """[N] weight of each completion; 0 for one without a scored token."""
+    return torch.where(batch.scored_lengths() > 0, batch.weights, torch.zeros_like(batch.weights))
+
+
+def group_weights(batch: GroupBatch) -> Tensor:
+    """[P] smallest row weight in each group: 0 as soon as one completion has nothing to score, or for an empty group."""
+    start = torch.full((batch.num_prompts,), math.inf, dtype=batch.weights.dtype, device=batch.device)
+    least = start.scatter_reduce(0, batch.group_of, row_weights(batch), reduce="amin")
+    return torch.where(torch.isinf(least), torch.zeros_like(least), least)
+
+
+def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """SUM gradients over ranks, in flat buckets of at most 64 MiB.
+
+    A gradient missing on this rank counts as zeros; one missing on every rank stays None, so that an optimizer treats
+    it as one process would. Every rank must hold the same parameters in the same order.
+    """
+    if distributed.world_size() == 1:
+        return
+    device = parameters[0].device
+    present = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+    used = [p for p, n in zip(parameters, distributed.all_reduce_sum(present).tolist(), strict=True) if n > 0]
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for p in used:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        nbytes = p.grad.numel() * p.grad.element_size()
+        if bucket and (size + nbytes > BUCKET_BYTES or p.grad.dtype != bucket[0].dtype):
+            _reduce_bucket(bucket)
+            bucket, size = [], 0
+        bucket.append(p)
+        size += nbytes
+    if bucket:
+        _reduce_bucket(bucket)
+
+
+def _reduce_bucket(bucket: Sequence[nn.Parameter]) -> None:
+    grads = [p.grad for p in bucket if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    for g, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+        g.copy_(part.view_as(g))
+
+
+def accumulate(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, keep_groups: bool) -> tuple[Tensor, Metrics]:
+    """Backward of every micro-batch into `.grad`. Returns this rank's share of the loss (float64) and its metrics."""
+    counts = Counts.of(batch)
+    module.note_batch_size(int(counts.prompts))
+    loss = torch.zeros((), dtype=torch.float64, device=module.device)
+    metrics: Metrics = {}
+    with _without_ddp_reduction(module):
+        for micro in batch.split(module.micro_batch_tokens, keep_groups=keep_groups):
+            part, part_metrics = loss_fn(micro, counts)
+            if part.requires_grad:
+                module.manual_backward(part)
+            elif bool(row_weights(micro).sum() > 0):
+                raise ValueError("the loss of a micro-batch with completions to train on has no gradient")
+            loss += part.detach().double()
+            add_metrics(metrics, part_metrics)
+    return loss, metrics
+
+
+def _without_ddp_reduction(module: TrainingMixin) -> AbstractContextManager[None]:
+    """DDP would average, and wait for ranks that have fewer micro-batches: gradients are reduced explicitly instead."""
+    strategy = module.trainer.strategy
+    return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+
+
+def update(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, *, keep_groups: bool = True) -> None:
+    """One optimizer step from one batch, or a skipped step when loss or gradient is not finite on any rank.
+
+    Skipping leaves parameters, moments, schedule and `global_step` untouched. Raises TrainingDivergedError after three
+    skips in a row, or more than five in 500 updates, if going back to the last checkpoint has not helped already.
+    """
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, LightningOptimizer), "modules have exactly one optimizer"
+    optimizer.zero_grad()
+    share, metrics = accumulate(module, batch, loss_fn, keep_groups)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    reduce_gradients(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=module.device)
+    # Loss and gradients are sums over ranks, so every rank sees the same values and takes the same branch.
+    loss, total = torch.stack([distributed.all_reduce_sum(share), norm.double()]).tolist()
+    finite = math.isfinite(loss) and math.isfinite(total)
+    lr = float(optimizer.param_groups[0]["lr"])
+    if finite:
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, GradientListener):
+                callback.on_gradients(module.trainer, module, {"total": total})
+        if module.optim.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, module.optim.clip_norm, norm)
+        optimizer.step()
+        module.step_schedule()
+    else:
+        optimizer.zero_grad()
+    module.note_update(loss=loss, grad_norm=total, lr=lr, metrics=metrics)
+    if module.guard.record(finite):
+        _stop_or_roll_back(module, _dump(module, batch, loss, total))
+    elif not finite:
+        _dump(module, batch, loss, total)
+
+
+def _dump(module: TrainingMixin, batch: GroupBatch, loss: float, norm: float) -> Path:
+    trainer = module.trainer
+    root = Path(trainer.log_dir or trainer.default_root_dir)  # the same on every rank: log_dir is broadcast
+    facts = {"batch": module.batches_seen, "global_step": trainer.global_step, "loss": loss, "grad_norm": norm}
+    folder = dump_batch(batch, root / "nonfinite" / f"batch-{module.batches_seen}", facts)
+    if distributed.rank() == 0:
+        log.warning("update skipped: loss %s, gradient norm %s; the batch is in %s", loss, norm, folder)
+    return folder
+
+
+def _stop_or_roll_back(module: TrainingMixin, dump: Path) -> None:
+    if not module.guard.rolled_back:
+        path = roll_back(module)
+        if path is not None:
+            module.guard.start_over()
+            log.warning("too many non-finite updates: weights and optimizer are back at %s; this happens once", path)
+            return
+    raise TrainingDivergedError(
+        f"training stopped: {module.guard.nonfinite} of {module.guard.updates} updates were not finite, the last ones "
+        f"in a row or within {WINDOW} updates; the batch is in {dump}: look at it, or try a smaller optim.lr"
+    )
