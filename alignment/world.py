@@ -1,8 +1,8 @@
-"""A small customer-support world, made here: invented products, their FAQ facts, questions, and replies in several styles.
+"""A small customer-support world, made here: invented products, FAQ facts, questions, and replies in several styles.
 
-Every prompt carries the facts it needs (a system line with the FAQ of one product), so an answer for a product the model
-has never seen can be read off, not guessed. A reply is right or wrong, warm or curt, short or padded, by construction;
-the judges `right`, `warmth` and `length` read the same three things off any text, whoever wrote it.
+Every prompt carries the facts it needs (a system line with the FAQ of one product), so an answer for a product the
+model has never seen can be read off, not guessed. A reply is right or wrong, warm or curt, short or padded, by
+construction; the judges `right`, `warmth` and `length` read the same three things off any text, whoever wrote it.
 
 Rows are a pure function of (kind, split, seed, position), on every platform and Python version: draws are hashes, never
 `hash()` or `random`. The three splits share no product name.
@@ -36,11 +36,12 @@ SIZES: dict[str, dict[str, int]] = {
 """Rows given when `load` is not told a size. Any size up to a few hundred thousand works."""
 
 ASPECTS = ("right", "warm", "short", "right_before_warm")
-"""What a comparison is about: the chosen reply is right, warm and short; the rejected one is wrong, curt or padded. In the
-last the chosen reply is right but curt, the rejected one warm but wrong: a kind lie does not win."""
+"""What a comparison is about: the chosen reply is right, warm and short; the rejected one is wrong, curt or padded. In
+the last the chosen reply is right but curt, the rejected one warm but wrong: a kind lie does not win."""
 
+STYLES_IN_LOG: tuple[Style, ...] = ("warm", "curt", "curt", "padded", "padded")
 WRONG_IN_LOG = 10
-"""One reply in this many of the support log is wrong."""
+"""The support log: agents' styles by share, and one reply in this many is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "price": Attribute(
         label="Price",
         unit="dollars",
-        values=_numbers(19, 24, 29, 35, 39, 45, 49, 55, 59, 65, 69, 75, 79, 85, 89, 95, 99, 119, 129, 149, unit="dollars"),
+        values=_numbers(19, 24, 29, 35, 39, 45, 49, 55, 59, 65, 69, 79, 85, 89, 95, 99, 119, 129, 149, unit="dollars"),
         questions=(
             "How much is the {p}?",
             "What does the {p} cost?",
@@ -171,9 +172,18 @@ ATTRIBUTES: dict[str, Attribute] = {
     ),
 }
 
-_FIRST = ("Vel", "Tor", "Lum", "Kar", "Nim", "Pel", "Rav", "Gul", "Dex", "Mor", "Zan", "Fen", "Bri", "Hal", "Quo", "Wex")
-_LAST = ("ora", "ix", "una", "eno", "ando", "ikka", "ova", "ello", "ara", "umo", "iva", "osto", "effi", "ulu", "anta", "ey")
-_THINGS = ("lamp", "speaker", "headset", "camera", "drill", "vacuum", "shaver", "keyboard", "torch", "watch", "scale", "fan")
+_FIRST = (
+    "Vel", "Tor", "Lum", "Kar", "Nim", "Pel", "Rav", "Gul",
+    "Dex", "Mor", "Zan", "Fen", "Bri", "Hal", "Quo", "Wex",
+)
+_LAST = (
+    "ora", "ix", "una", "eno", "ando", "ikka", "ova", "ello",
+    "ara", "umo", "iva", "osto", "effi", "ulu", "anta", "ey",
+)
+_THINGS = (
+    "lamp", "speaker", "headset", "camera", "drill", "vacuum",
+    "shaver", "keyboard", "torch", "watch", "scale", "fan",
+)
 _OPENINGS = (
     "Thanks for asking!",
     "Thank you for your question!",
@@ -222,8 +232,8 @@ class _Draws:
 
 
 def product_names(split: Split) -> tuple[str, ...]:
-    """The invented names of a split: 160 for train, 32 for val, 64 for test, none in two. They do not depend on the seed,
-    so a test set stays unseen whatever seed the training data had."""
+    """The invented names of a split: 160 for train, 32 for val, 64 for test, none in two. They do not depend on the
+    seed, so a test set stays unseen whatever seed the training data had."""
     names = _Draws(0, "names").shuffled([first + last for first in _FIRST for last in _LAST])
     start, stop = {"train": (0, 160), "val": (160, 192), "test": (192, 256)}[split]
     return tuple(names[start:stop])
@@ -326,17 +336,17 @@ def _row(kind: Kind, split: Split, seed: int, position: int, names: Sequence[str
         said = {"chosen": chosen, "rejected": rejected}
         answers = {name: [{"role": "assistant", "content": text}] for name, text in said.items()}
         return {"prompt": question.prompt, **answers, "aspect": aspect, **question.columns}
-    style: Style = ("warm", "curt", "curt", "padded", "padded")[draws.below(5)]  # type: ignore[assignment]
+    style = STYLES_IN_LOG[draws.below(len(STYLES_IN_LOG))]
     text = reply(question, style, draws.below(WRONG_IN_LOG) != 0, draws)
     return {"messages": [*question.prompt, {"role": "assistant", "content": text}], "style": style, **question.columns}
 
 
 # ---------------------------------------------------------------------------------------------------------- judges
 
-_WORDS = {
-    word: str(n)
-    for n, word in enumerate("zero one two three four five six seven eight nine ten eleven twelve".split())
-} | {"twenty": "20", "thirty": "30", "forty": "40", "fifty": "50", "sixty": "60", "ninety": "90"}
+_NUMBER_WORDS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_WORDS = {word: str(n) for n, word in enumerate(_NUMBER_WORDS, start=2)} | {
+    word: f"{n}0" for n, word in enumerate(("twenty", "thirty", "forty", "fifty", "sixty"), start=2)
+}
 _WARM = (
     r"\bthank",
     r"\bhappy to\b|\bglad\b|\bpleasure\b|\bof course\b|\bwelcome\b",
