@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD, BOS, START, EOS = "<pad>", "<bos>", "<|im_start|>", "<|im_end|>"
@@ -55,7 +56,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token=PAD,
         bos_token=BOS,
@@ -94,8 +95,11 @@ def tiny_model(seed: int = 0, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype =
     # Seeding the CPU generator alone: torch.manual_seed would also reseed every accelerator.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        model: LlamaForCausalLM = LlamaForCausalLM._from_config(config, dtype=torch.float32)
-    return model.to(dtype=dtype)
+        model: LlamaForCausalLM = LlamaForCausalLM._from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.float32
+        )
+    nn.Module.to(model, dtype)
+    return model
 
 
 def save_tiny(folder: str | Path, seed: int = 0) -> Path:

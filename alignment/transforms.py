@@ -1,0 +1,64 @@
+"""The order in which a policy is changed after it is read, and the pairs that do not go together.
+
+Callbacks (float8, FSDP2) register their step before the model exists; `load_policy` adds its own and applies all of
+them. The order is fixed because each step sees what the one before left: adapters wrap quantised layers, float8
+replaces what adapters left, checkpointing wraps finished blocks, sharding takes the final parameters, and compilation
+comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from torch import nn
+
+from alignment.errors import UserError
+
+Stage = Literal["quantise", "lora", "float8", "activation_checkpointing", "fully_shard", "compile"]
+Transform = Callable[[nn.Module], nn.Module]
+
+STAGES: tuple[Stage, ...] = get_args(Stage)
+FORBIDDEN: dict[tuple[Stage, Stage], str] = {
+    ("quantise", "float8"): "float8 needs the linear layers that 4-bit or 8-bit loading has replaced; "
+    "set policy.quantization to none or remove the float8 callback",
+}
+
+
+class Transforms:
+    """Named steps, at most one a stage, applied in the order of `STAGES` whatever the order of registration."""
+
+    def __init__(self) -> None:
+        self._steps: dict[Stage, Transform] = {}
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Registered stages in the order in which they are applied."""
+        return tuple(s for s in STAGES if s in self._steps)
+
+    def register(self, stage: Stage, transform: Transform) -> None:
+        """Add a step: a function that takes the model and returns it, changed in place or wrapped.
+
+        Raises:
+            UserError: unknown stage, a stage that already has a step, or two stages that do not go together.
+        """
+        if stage not in STAGES:
+            raise UserError(f"unknown model transform '{stage}'; the stages are {', '.join(STAGES)}")
+        if stage in self._steps:
+            raise UserError(f"two settings ask for the model transform '{stage}'; remove one of them")
+        for pair, reason in FORBIDDEN.items():
+            if stage in pair and all(s == stage or s in self._steps for s in pair):
+                raise UserError(f"{pair[0]} and {pair[1]} do not go together: {reason}")
+        self._steps[stage] = transform
+
+    def copy(self) -> Transforms:
+        """An independent registry with the same steps."""
+        other = Transforms()
+        other._steps = dict(self._steps)
+        return other
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Run every step in order and return the resulting model."""
+        for stage in self.stages:
+            model = self._steps[stage](model)
+        return model
