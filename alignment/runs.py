@@ -1,0 +1,57 @@
+"""Where runs live on disk: `<root>/runs/<experiment>/<run>/` with `run.json`, `metrics.jsonl`, `config/`, `checkpoints/`.
+
+Nothing a user or a configuration names can lead out of that folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RECORD = "run.json"
+_SAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST = 80
+
+
+def safe_name(text: str) -> str:
+    """A folder name that stays one folder deep. Names it had to change get a hash, so that two of them stay apart."""
+    name = _SAFE.sub("_", text).lstrip(".")[:_LONGEST]
+    if name == text:
+        return name
+    return f"{name or 'unnamed'}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def run_folder(root: Path, experiment: str, run: str) -> Path:
+    """The folder of one run. `experiment` and `run` may be any text."""
+    return root / "runs" / safe_name(experiment) / safe_name(run)
+
+
+def write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Write `run.json`: what the run is called and what it trains, for finding it again without the tracker."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The `run.json` of a run folder; None where there is none or it cannot be read (a run killed while starting)."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def find_runs(root: Path, experiment: str, **wanted: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Runs of an experiment whose record has every `wanted` value, newest first."""
+    found = []
+    parent = root / "runs" / safe_name(experiment)
+    for folder in parent.iterdir() if parent.is_dir() else ():
+        record = read_record(folder)
+        if record is not None and all(record.get(key) == value for key, value in wanted.items()):
+            found.append((float(record.get("started", 0.0)), folder, record))
+    for _, folder, record in sorted(found, key=lambda item: (item[0], item[1].name), reverse=True):
+        yield folder, record
