@@ -61,7 +61,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedRows:
-    """The plain form: one right-padded row per completion. All tensors are [N, T]; T is the longest prompt + completion.
+    """The plain form: one right-padded row per completion, all [N, T]; T is the longest prompt with its completion.
 
     `labels` is -100 wherever nothing is scored (prompt, padding, unscored tokens); `position[n, t]` is the index into
     the batch's flat completion tensors for a scored or unscored completion token and -1 elsewhere.
@@ -114,7 +114,7 @@ class GroupBatch:
             raise ValueError(f"row {index} has no value '{name}' while other rows of the batch have one")
         completions = [c for g in groups for c in g.completions]
         scored = [
-            torch.ones(len(c), dtype=torch.bool) if g.scored is None else torch.tensor(list(g.scored[i]), dtype=torch.bool)
+            torch.tensor([True] * len(c) if g.scored is None else list(g.scored[i]), dtype=torch.bool)
             for g in groups
             for i, c in enumerate(g.completions)
         ]
@@ -173,7 +173,7 @@ class GroupBatch:
 
     def group_tokens(self) -> Tensor:
         """[P] tokens the model reads per group on the shared path (prompt once + all its completions)."""
-        return self.prompt_lengths + torch.zeros_like(self.prompt_lengths).index_add_(0, self.group_of, self.completion_lengths)
+        return self.prompt_lengths.index_add(0, self.group_of, self.completion_lengths)
 
     def row_of(self) -> Tensor:
         """[C] the completion each token belongs to."""
@@ -187,8 +187,10 @@ class GroupBatch:
     # ------------------------------------------------------------------ reductions
 
     def sum_tokens(self, values: Tensor) -> Tensor:
-        """[C] -> [N]: sum over each completion's scored tokens. Unscored values are dropped, not multiplied by zero, so a
-        NaN there stays there."""
+        """[C] -> [N]: sum over each completion's scored tokens.
+
+        Unscored values are dropped, not multiplied by zero, so a NaN there stays there.
+        """
         kept = torch.where(self.scored, values, torch.zeros_like(values))
         return torch.zeros(self.num_completions, dtype=kept.dtype, device=kept.device).index_add(0, self.row_of(), kept)
 
@@ -201,7 +203,7 @@ class GroupBatch:
         if self.num_completions != 2 * self.num_prompts or not torch.equal(
             self.group_of, torch.arange(self.num_prompts, device=self.device).repeat_interleave(2)
         ):
-            raise ValueError("a preference batch needs exactly two completions per prompt: the chosen, then the rejected")
+            raise ValueError("a preference batch needs exactly two completions per prompt: chosen, then rejected")
         return values[0::2], values[1::2]
 
     # ------------------------------------------------------------------ cutting

@@ -113,7 +113,7 @@ class _TiledHead(torch.autograd.Function):
         return picked - norm, ent
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g_logps: Tensor | None, g_ent: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, ent = ctx.saved_tensors
         spec: _Spec = ctx.spec

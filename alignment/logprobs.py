@@ -36,6 +36,10 @@ from alignment.probe import Probe, check_causal, difference, obstacle
 
 log = logging.getLogger(__name__)
 
+# Nats between the two paths in bf16. Measured on the models of tests/architectures.py with three seeds: at most 0.013,
+# while either path is up to 0.07 from the same model in fp32.
+BF16_BOUND = 0.03
+
 Path = Literal["auto", "shared", "plain"]
 Hidden = Literal["before", "at"] | None
 
@@ -81,7 +85,7 @@ class LogProbEngine:
             raise ValueError(f"{type(inner).__name__} is an encoder-decoder; give a decoder-only causal language model")
         self._model, self._inner, self._asked = model, inner, path
         self._config = inner.config.get_text_config(decoder=True)
-        self._head: nn.Module | None = inner.get_output_embeddings()
+        self._head: nn.Module | None = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._trunk = _decoder(inner) if self._head is not None else inner
         self._tile_bytes, self._pad_id = tile_bytes, pad_id
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
@@ -102,7 +106,7 @@ class LogProbEngine:
 
         Args:
             logps, entropy: whether to return them; both need the LM head.
-            hidden: "before" returns the state that predicts each token (values in PPO), "at" the state after reading it.
+            hidden: "before" returns the state that predicts each token (values in PPO), "at" the one after reading it.
             temperature: logits are divided by it; sampled tokens are scored at the temperature they were drawn with.
 
         The model runs in whatever mode it is in (train or eval, adapters on or off, autocast). Without anything to
@@ -195,7 +199,7 @@ class LogProbEngine:
             lp, ent = _log_softmax_stats(picked / temperature, batch.completion_ids[scored], entropy)
         if states.shape[1] != rows.input_ids.shape[1]:
             raise ValueError(
-                f"{type(self._model).__name__} adds tokens to its input (prompt or prefix tuning); use LoRA or no adapter"
+                f"{type(self._model).__name__} adds tokens to its input (prompt or prefix tuning); use LoRA instead"
             )
         if hidden is None:
             return lp, ent, None
@@ -232,7 +236,7 @@ class LogProbEngine:
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """The part below the LM head, which maps token ids to final hidden states."""
-    decoder = model.get_decoder()
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     if decoder is model:  # where transformers' own look-up does not know the architecture's name for it
         decoder = next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
     if decoder is model:
@@ -279,9 +283,14 @@ def _captured(module: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the block, then every module back in its own mode."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
+    """Eval mode for the block, then every module back in its own mode.
+
+    Linear layers stay as they are: they do the same in both modes, except that 4-bit ones of bitsandbytes on a CPU
+    repack their weights for good when they run in eval mode.
+    """
+    modes = [(m, m.training) for m in model.modules() if not isinstance(m, nn.Linear)]
+    for module, _ in modes:
+        module.training = False
     try:
         yield
     finally:

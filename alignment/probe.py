@@ -1,4 +1,4 @@
-"""Does the shared-prefix path reproduce a model? What its config and modules say, then a small batch through both paths.
+"""Does the shared-prefix path reproduce a model? What its config and modules say, then a small batch on both paths.
 
 Used by `alignment.logprobs.LogProbEngine.verify`; every function speaks about "the model" in the third person, so that
 its answer completes the sentence "takes the plain path: ...".
@@ -72,7 +72,7 @@ def check_causal(name: str, probe: Probe, run: RunPath) -> None:
 
 
 def obstacle(trunk: nn.Module, head: nn.Module | None, config: PreTrainedConfig) -> str:
-    """Why the shared path cannot work, as far as it shows without running the model; "" if nothing speaks against it."""
+    """Why the shared path cannot work, as far as it shows without running the model; "" if nothing does."""
     if "position_ids" not in inspect.signature(type(trunk).forward).parameters:
         return "it takes no position ids, so completions cannot share a prompt"
     if (attention := config._attn_implementation) not in ("sdpa", "eager"):
@@ -108,8 +108,8 @@ def difference(probe: Probe, run: RunPath, *, low_precision: bool) -> str:
         "entropies": _mean_gap(plain.entropy, shared.entropy),
     }
     # "not <=" so that a NaN counts as a difference
-    wrong = [f"its {name} differ by {gap:.2g} (allowed {tolerance:g})" for name, gap in gaps.items() if not gap <= tolerance]
-    return ", ".join(wrong)
+    wrong = {name: gap for name, gap in gaps.items() if not gap <= tolerance}
+    return ", ".join(f"its {name} differ by {gap:.2g} (allowed {tolerance:g})" for name, gap in wrong.items())
 
 
 def _state_gap(a: TokenStats, b: TokenStats, where: Tensor) -> float:
