@@ -1,0 +1,7 @@
+"""One callback per file, each importable as `callbacks.Name`."""
+
+from callbacks.checkpoint import Checkpoint
+from callbacks.predictions import Predictions
+from callbacks.signals import Signals
+
+__all__ = ["Checkpoint", "Predictions", "Signals"]
