@@ -196,7 +196,7 @@ class LogProbEngine:
                 logits = self._model(**inputs).logits
             states = captured[0]
             picked = logits[row[scored], at if self._keeps_logits else columns[at]]
-            lp, ent = _log_softmax_stats(picked / temperature, batch.completion_ids[scored], entropy)
+            lp, ent = _log_softmax_stats(picked, temperature, batch.completion_ids[scored], entropy)
         if states.shape[1] != rows.input_ids.shape[1]:
             raise ValueError(
                 f"{type(self._model).__name__} adds tokens to its input (prompt or prefix tuning); use LoRA instead"
@@ -213,7 +213,7 @@ class LogProbEngine:
             return
         name = type(self._inner).__name__
         probe = Probe(config=self._config, device=next(self._inner.parameters()).device)
-        with _evaluating(self._model), torch.no_grad():
+        with _evaluating(self._model), torch.no_grad(), torch.autocast(probe.device.type, enabled=False):
             check_causal(name, probe, self._probe_path)
             if self._asked == "plain":
                 reason = "it was asked for"
@@ -245,7 +245,10 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 
 
 def _is_low_precision(model: PreTrainedModel) -> bool:
-    return model.dtype not in (torch.float32, torch.float64) or getattr(model, "quantization_method", None) is not None
+    if model.dtype == torch.float64:
+        return False
+    rounded = model.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    return rounded or getattr(model, "quantization_method", None) is not None
 
 
 def _logit_form(config: PreTrainedConfig) -> LogitForm:
@@ -257,9 +260,11 @@ def _logit_form(config: PreTrainedConfig) -> LogitForm:
     )
 
 
-def _log_softmax_stats(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+def _log_softmax_stats(
+    logits: Tensor, temperature: float, targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
     """[n, V] -> log-probs of the targets [n] and entropies [n]."""
-    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     lp = log_p.gather(1, targets[:, None])[:, 0]
     return lp, -(log_p.exp() * log_p).sum(-1) if entropy else None
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from alignment.lm_head import LogitForm, score_tokens
+from tests.allocations import Allocations
 
 N, H, V = 7, 5, 300
 FORMS = {
@@ -103,20 +102,6 @@ def test_large_logits_stay_finite():
         )
         assert logps.tolist() == [0.0, -1e4]
         assert entropy.tolist() == [0.0, 0.0]
-
-
-class Allocations(TorchDispatchMode):
-    """Records the largest tensor any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
-        self.largest = max([self.largest, *sizes])
-        return out
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["weight trained", "weight frozen"])
