@@ -225,9 +225,9 @@ def load_policy(config: PolicyConfig, transforms: Transforms | None = None) -> n
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside: the model itself, or what an adapter wraps."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(inner, PreTrainedModel), f"not a transformers model: {type(inner).__name__}"
+    """The transformers model inside: the model itself, or what an adapter, a compiler or a sharder wraps."""
+    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    assert inner is not None, f"no transformers model in {type(model).__name__}"
     return inner
 
 

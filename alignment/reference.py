@@ -1,0 +1,306 @@
+"""The reference: the policy as it was before training, in the cheapest form that answers the same.
+
+kind            what it is                                                     extra memory
+adapter_off     a policy with new LoRA adapters, which are switched off        none
+frozen_adapter  a policy with a pretrained adapter and a frozen copy of it     one adapter
+cached          log-probs of a finite data set, computed before training       4 bytes a token, on disk and in RAM
+copy            a second model                                                 one model
+
+At step 0 the KL to each of them is 0 and the DPO loss ln 2, also when training continues a pretrained adapter: the
+reference is then that adapter, not the base (the base would make step 0 a large jump).
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from alignment.batches import GroupBatch
+from alignment.distributed import all_gather_objects, rank, world_size
+from alignment.errors import UserError
+from alignment.logprobs import LogProbEngine
+from alignment.policy import PolicyConfig, load_policy, model_digest
+from alignment.reference_cache import (
+    DamagedCacheError,
+    LogpTable,
+    cache_key,
+    cache_path,
+    read_table,
+    row_keys,
+    write_table,
+)
+
+log = logging.getLogger(__name__)
+
+ReferenceKind = Literal["auto", "cached", "adapter_off", "frozen_adapter", "copy"]
+EngineFactory = Callable[[nn.Module], LogProbEngine]
+
+
+class Reference(ABC):
+    """Log-probs of the starting policy. Not a torch module: it adds nothing to a checkpoint, it is rebuilt from the
+    configuration, and it follows the policy's device and dtype."""
+
+    kind: ClassVar[str]
+
+    @staticmethod
+    def build(
+        kind: ReferenceKind,
+        policy: nn.Module,
+        config: PolicyConfig,
+        engine_factory: EngineFactory,
+        *,
+        finite_data: bool = False,
+    ) -> Reference:
+        """Make the reference of a policy that is still as `load_policy(config)` returned it.
+
+        Args:
+            kind: `auto` takes the cheapest form that fits: adapter_off for new adapters, frozen_adapter for a
+                pretrained one, else cached with `finite_data`, else copy.
+            policy: the policy that is trained.
+            config: what it was loaded from.
+            engine_factory: makes the log-prob engine of a model.
+            finite_data: whether every completion is known before training (a data set, not rollouts).
+
+        Raises:
+            UserError: unknown kind, or one that would not be the starting policy.
+        """
+        lora = config.lora
+        if kind not in get_args(ReferenceKind):
+            raise UserError(f"unknown reference '{kind}'; it is one of {', '.join(get_args(ReferenceKind))}")
+        if kind == "auto":
+            if lora is not None:
+                kind = "adapter_off" if lora.pretrained is None else "frozen_adapter"
+            else:
+                kind = "cached" if finite_data else "copy"
+        if kind in ("adapter_off", "frozen_adapter") and lora is None:
+            raise UserError(f"reference={kind} needs policy.lora; without adapters use cached or copy")
+        if kind == "adapter_off" and lora is not None and lora.pretrained is not None:
+            raise UserError(
+                "reference=adapter_off with policy.lora.pretrained would compare with the base, not with the adapter "
+                "training starts from; use frozen_adapter, cached or copy"
+            )
+        if kind == "adapter_off":
+            return AdapterOff(policy, engine_factory)
+        if kind == "frozen_adapter":
+            return FrozenAdapter(policy, engine_factory)
+        if kind == "copy":
+            return FrozenCopy(policy, config, engine_factory)
+        return Cached(policy, config, engine_factory)
+
+    @abstractmethod
+    def token_logps(self, batch: GroupBatch) -> Tensor:
+        """[C] float32 log-probs under the reference, without gradient; 0 at unscored tokens."""
+
+    def precompute(  # noqa: B027 (deliberately empty: only one kind has something to prepare)
+        self,
+        batches: Iterable[GroupBatch],
+        cache_dir: Path,
+        key_parts: Mapping[str, Any],
+        micro_batch_tokens: int | None = None,
+    ) -> None:
+        """Prepare for a finite data set; every rank calls it with the same batches. Does nothing but in `Cached`."""
+
+
+class AdapterOff(Reference):
+    """The base model under new adapters."""
+
+    kind = "adapter_off"
+
+    def __init__(self, policy: nn.Module, engine_factory: EngineFactory) -> None:
+        self._peft = _peft_model(policy)
+        self._engine = engine_factory(policy)
+
+    def token_logps(self, batch: GroupBatch) -> Tensor:
+        with _as_found(self._peft), self._peft.disable_adapter():
+            return _logps(self._engine, batch)
+
+
+class FrozenAdapter(Reference):
+    """A second adapter named `reference`: the first one's weights as training found them."""
+
+    kind = "frozen_adapter"
+    name = "reference"
+
+    def __init__(self, policy: nn.Module, engine_factory: EngineFactory) -> None:
+        self._peft = _peft_model(policy)
+        self._active = self._peft.active_adapter
+        with torch.random.fork_rng(devices=[]), _as_found(self._peft):
+            self._peft.add_adapter(self.name, replace(self._peft.peft_config[self._active], inference_mode=True))
+            self._copy_weights()
+        self._engine = engine_factory(policy)
+
+    def _copy_weights(self) -> None:
+        parameters = dict(self._peft.named_parameters())
+        for name, source in list(parameters.items()):
+            twin = name.replace(f".{self._active}.", f".{self.name}.")
+            if twin != name:
+                parameters[twin].data = source.detach().clone()
+                parameters[twin].requires_grad_(False)
+
+    def token_logps(self, batch: GroupBatch) -> Tensor:
+        with _as_found(self._peft):
+            self._peft.set_adapter(self.name, inference_mode=True)
+            try:
+                return _logps(self._engine, batch)
+            finally:
+                self._peft.set_adapter(self._active)
+
+
+class FrozenCopy(Reference):
+    """A second model, loaded from the policy's configuration."""
+
+    kind = "copy"
+
+    def __init__(self, policy: nn.Module, config: PolicyConfig, engine_factory: EngineFactory) -> None:
+        self._policy = policy
+        self._model = _starting_policy(config, like=policy)
+        self._engine = engine_factory(self._model)
+
+    def token_logps(self, batch: GroupBatch) -> Tensor:
+        _follow(self._model, self._policy)
+        return _logps(self._engine, batch)
+
+
+class Cached(Reference):
+    """Log-probs computed by the starting policy before the first step, kept in a file that content finds again."""
+
+    kind = "cached"
+
+    def __init__(self, policy: nn.Module, config: PolicyConfig, engine_factory: EngineFactory) -> None:
+        self._policy, self._config, self._engine_factory = policy, config, engine_factory
+        self._digest = model_digest(policy, config)  # of the start: a resumed run has other weights but the same file
+        self._table: LogpTable | None = None
+
+    def token_logps(self, batch: GroupBatch) -> Tensor:
+        if self._table is None:
+            raise UserError("cached reference log-probs are not there yet: call precompute() before training")
+        return self._table.lookup(batch)
+
+    def precompute(
+        self,
+        batches: Iterable[GroupBatch],
+        cache_dir: Path,
+        key_parts: Mapping[str, Any],
+        micro_batch_tokens: int | None = None,
+    ) -> None:
+        """Load the table of these rows, or compute it once and save it.
+
+        Args:
+            batches: every row that will be asked for; the same on every rank. Their order does not matter.
+            cache_dir: folder of the cache files.
+            key_parts: what else the values depend on: the tokenizer's digest, token limits, the trainer's precision.
+            micro_batch_tokens: bound of tokens in memory at a time.
+        """
+        parts = list(batches)
+        keys = [row_keys(batch) for batch in parts]
+        key = cache_key(self._digest, key_parts, sorted({k for part in keys for k in part}))
+        path = cache_path(cache_dir, key)
+        self._table = _read_agreed(path, key)
+        if self._table is not None:
+            return
+        log.info("reference log-probs: computing %d rows for %s", sum(map(len, keys)), path)
+        self._table = self._compute(parts, micro_batch_tokens)
+        if rank() == 0:
+            _keep(path, key, self._table)
+        all_gather_objects(None)  # nobody goes on, and perhaps ends, while the file is being written
+
+    def _compute(self, parts: list[GroupBatch], micro_batch_tokens: int | None) -> LogpTable:
+        """Each rank computes every world-th batch; all ranks get all rows."""
+        policy = self._policy
+        if model_digest(policy, self._config) != self._digest:
+            log.info("reference log-probs: training has moved the policy, loading its start")
+            policy = _starting_policy(self._config, like=policy)
+        engine = self._engine_factory(policy)
+        rows: dict[int, Tensor] = {}
+        with _as_found(policy):
+            for batch in parts[rank() :: world_size()]:
+                for micro in batch.to(_reference_parameter(policy).device).split(micro_batch_tokens):
+                    values = torch.split(_logps(engine, micro).cpu(), micro.completion_lengths.tolist())
+                    rows.update(zip(row_keys(micro), values, strict=True))
+        gathered: dict[int, Tensor] = {}
+        for part in all_gather_objects({k: v.numpy() for k, v in rows.items()}):
+            assert isinstance(part, dict)
+            gathered.update({k: torch.from_numpy(v) for k, v in part.items()})
+        return LogpTable.from_rows(gathered)
+
+
+def _read_agreed(path: Path, key: str) -> LogpTable | None:
+    """The table if every rank can read it; a rank that cannot see the file (another node) makes all compute it."""
+    table = None
+    if path.is_file():
+        try:
+            table = read_table(path, key)
+        except DamagedCacheError as error:
+            log.warning("reference log-probs: %s is damaged (%s) and will be computed again", path, error)
+    return table if all(all_gather_objects(table is not None)) else None
+
+
+def _keep(path: Path, key: str, table: LogpTable) -> None:
+    try:
+        write_table(path, key, table)
+    except OSError as error:
+        log.warning("reference log-probs: not kept for the next run, %s cannot be written: %s", path, error)
+
+
+# ----------------------------------------------------------------------------------------------------------- utilities
+
+
+def _logps(engine: LogProbEngine, batch: GroupBatch) -> Tensor:
+    with torch.no_grad():
+        values = engine(batch).logps
+    assert values is not None
+    return values
+
+
+def _starting_policy(config: PolicyConfig, *, like: nn.Module) -> nn.Module:
+    """The policy before training, frozen, in evaluation mode, where and in the dtype `like` is."""
+    model = load_policy(replace(config, gradient_checkpointing=False)).eval().requires_grad_(False)
+    _follow(model, like)
+    return model
+
+
+def _follow(model: nn.Module, policy: nn.Module) -> None:
+    """Move to the policy's device, and to its dtype (Lightning's true-half precisions convert the policy late)."""
+    target, own = _reference_parameter(policy), _reference_parameter(model)
+    if (own.device, own.dtype) != (target.device, target.dtype):
+        nn.Module.to(model, target.device, target.dtype)
+
+
+def _reference_parameter(model: nn.Module) -> nn.Parameter:
+    """Any floating-point parameter; it stands for the model's device and dtype."""
+    return next(p for p in model.parameters() if p.is_floating_point())
+
+
+def _peft_model(policy: nn.Module) -> PeftModel:
+    """The PeftModel, also inside a compiled or sharded wrapper."""
+    found = next((m for m in policy.modules() if isinstance(m, PeftModel)), None)
+    if found is None:
+        raise UserError(f"{type(policy).__name__} has no adapters to switch; use reference=cached or copy")
+    return found
+
+
+@contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every module's mode and every parameter's requires_grad is as before.
+
+    Dropout must not act on a reference, and peft marks adapters as trainable or frozen whenever one is switched.
+    """
+    modes = [(m, m.training) for m in model.modules()]
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
