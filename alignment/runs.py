@@ -1,4 +1,4 @@
-"""Where runs live on disk: `<root>/runs/<experiment>/<run>/` with `run.json`, `metrics.jsonl`, `config/`, `checkpoints/`.
+"""Where runs live: `<root>/runs/<experiment>/<run>/`, holding `run.json`, `metrics.jsonl`, `config/`, `checkpoints/`.
 
 Nothing a user or a configuration names can lead out of that folder.
 """

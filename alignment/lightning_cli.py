@@ -1,0 +1,294 @@
+"""`alignment fit|validate|test|predict`: LightningCLI with our defaults, one-line errors and the right precedence.
+
+What differs from plain LightningCLI: any module and datamodule by short name; the working directory and the plug-ins of
+other distributions (entry points of the group `lightning_alignment.plugins`) are importable; runs are tracked, their
+checkpoints are safe folders and signals are handled without being asked for; flags and YAML win over the
+hyper-parameters of `--ckpt_path`; `ckpt_path=last|best` finds the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import sys
+import warnings
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Lightning 2.6 still calls what jsonargparse 4.49 deprecated; read when jsonargparse is imported.
+os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.fabric.plugins.io import CheckpointIO
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from alignment import runs
+from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
+from alignment.cli_errors import CommandLineError, add_hint, explain
+from alignment.tracking import HasDatasetInputs, TrackingLogger
+
+PLUGINS = "lightning_alignment.plugins"
+_LOGGER = "alignment.tracking.TrackingLogger"
+_REFUSED = {
+    "accumulate_grad_batches": (
+        1,
+        "data.batch_size is what one optimizer step sees, and model.micro_batch_tokens bounds the memory of one pass",
+    ),
+    "gradient_clip_val": (None, "set model.optim.clip_norm instead"),
+    "gradient_clip_algorithm": (None, "clipping is by norm: set model.optim.clip_norm instead"),
+}
+"""Trainer settings that make no sense with a shared update: name -> (their default, what to use instead)."""
+
+
+class Parser(LightningArgumentParser):
+    """Reports a mistake as CommandLineError with a did-you-mean, in place of usage, traceback and exit."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        owner = getattr(ex, "subcommand_parser", None) or self
+        known = [a.dest for a in owner._actions if a.dest not in ("help", "==SUPPRESS==")]
+        message = add_hint(message, [*known, "init_args", "class_path"])
+        if not self.exit_on_error:  # a parser inside a type: its caller has more to say
+            super().error(message, ex)
+        raise CommandLineError(explain(message, _class_names())) from ex
+
+
+class RecordRun(SaveConfigCallback):
+    """Records with the tracker what a run is: its resolved configuration and its data.
+
+    Before that, every rank learns the run folder's name from rank 0.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, **kwargs: Any) -> None:
+        super().__init__(parser, config, save_to_log_dir=False, **kwargs)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for logger in _tracking(trainer):
+            logger.adopt(trainer.strategy.broadcast(logger.version))
+        super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        text = self.parser.dump(self.config, skip_none=False)
+        datamodule = getattr(trainer, "datamodule", None)
+        for logger in _tracking(trainer):
+            suffix = f"-{logger.resumes}" if logger.resumes else ""
+            logger.log_text(text, f"config/{stage}{suffix}.yaml")
+            if isinstance(datamodule, HasDatasetInputs):
+                logger.log_datasets(datamodule.dataset_inputs())
+
+
+class AlignmentCLI(LightningCLI):
+    """One command line. `args`: the words after `alignment`, the subcommand among them."""
+
+    def __init__(self, args: list[str]) -> None:
+        self.words = args
+        super().__init__(
+            save_config_callback=RecordRun,
+            trainer_defaults={"logger": {"class_path": _LOGGER}, "use_distributed_sampler": False},
+            seed_everything_default=0,
+            parser_kwargs={"prog": "alignment"},
+            parser_class=Parser,
+            args=args,
+            auto_configure_optimizers=False,
+        )
+
+    # ------------------------------------------------------------------ parsing
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
+        self._check_trainer_settings()
+
+    def _check_trainer_settings(self) -> None:
+        trainer = self._settings()["trainer"]
+        if not isinstance(trainer, Namespace):
+            raise CommandLineError(f"trainer: expected a mapping of settings, got {trainer!r}")
+        for name, (default, instead) in _REFUSED.items():
+            if trainer.get(name) != default:
+                raise CommandLineError(f"trainer.{name} is not used here: {instead}")
+
+    def _settings(self) -> Namespace:
+        """The settings of the chosen subcommand."""
+        settings: Namespace = self.config[self.config["subcommand"]]
+        return settings
+
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as ex:
+            raise CommandLineError(f"seed_everything: {ex}") from ex
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _parse_ckpt_path(self) -> None:
+        """Find the checkpoint; its hyper-parameters count where flags and YAML are silent; print where they differ."""
+        settings = self._settings()
+        if not settings.get("ckpt_path"):
+            return
+        if settings.ckpt_path in ("last", "best"):
+            self._resume_run(settings)
+        try:
+            saved = load_checkpoint_folder(resolve(settings.ckpt_path, ".")).get("hyper_parameters", {})
+        except CheckpointError as ex:
+            # The plug-in decides what to do about it: go back to an older one, or stop.
+            say(f"the hyper-parameters of the checkpoint cannot be read: {ex}")
+            return
+        chosen = settings.model.class_path
+        saved_class = saved.pop("_class_path", chosen)
+        saved.pop("_instantiator", None)
+        if saved_class.rpartition(".")[2] != chosen.rpartition(".")[2]:
+            say(f"the checkpoint is of {saved_class}; {chosen} is used, with its own hyper-parameters")
+            return
+        found = self._settings_with(saved)
+        self.config = found
+        self._report_differences(saved)
+
+    def _settings_with(self, saved: dict[str, Any]) -> Namespace:
+        """The command line parsed once more, upon the checkpoint's hyper-parameters."""
+        chosen = self._settings().model.class_path
+        module, _, name = chosen.rpartition(".")
+        accepted = inspect.signature(getattr(sys.modules[module], name)).parameters
+        model = {"class_path": chosen, "init_args": {k: v for k, v in saved.items() if k in accepted}}
+        at = self.words.index(self.config["subcommand"]) + 1
+        words = [*self.words[:at], "--config", json.dumps({"model": model}), *self.words[at:]]
+        config = self.parser.parse_args(words)
+        config[config["subcommand"]]["ckpt_path"] = self._settings()["ckpt_path"]
+        config[config["subcommand"]]["trainer"]["logger"] = self._settings()["trainer"]["logger"]
+        return config
+
+    def _report_differences(self, saved: dict[str, Any]) -> None:
+        used = _flat(self._settings().model.init_args.as_dict())
+        for key, old in _flat(saved).items():
+            if key in used and used[key] != old:
+                say(f"model.{key}: {used[key]!r} is used; the checkpoint has {old!r}")
+
+    def _resume_run(self, settings: Namespace) -> None:
+        """Turn `last` or `best` into a folder: of the run `trainer.logger.run_id`, else of the newest run with the same
+        experiment, run name and model class that has one. The tracker then continues that run."""
+        logger, name = settings.trainer.logger, settings.ckpt_path
+        if not isinstance(logger, Namespace) or logger.get("class_path") != _LOGGER:
+            raise CommandLineError(f"ckpt_path={name} looks for runs of {_LOGGER}; with another logger give the folder")
+        given = logger.init_args
+        wanted = {"run_name": given.run_name, "model": settings.model.class_path}
+        if given.run_id is not None:
+            wanted = {"run_id": given.run_id}
+        for folder, record in runs.find_runs(Path(given.root).resolve(), given.experiment_name, **wanted):
+            try:
+                settings.ckpt_path = str(resolve(name, folder / "checkpoints"))
+            except CheckpointError:
+                continue  # a run that ended before its first checkpoint
+            given.run_id = record["run_id"]
+            say(f"continuing run {folder.name} from {settings.ckpt_path}")
+            return
+        asked = ", ".join(f"{k}={v}" for k, v in wanted.items())
+        raise CommandLineError(
+            f"ckpt_path={name}: no run of experiment '{given.experiment_name}' ({asked}) under "
+            f"{Path(given.root).resolve()} has a checkpoint; give its folder"
+        )
+
+    # ------------------------------------------------------------------ building
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as ex:
+            raise CommandLineError(explain(str(ex))) from ex
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        from callbacks import Signals
+
+        settings = self._get(self.config_init, "trainer")
+        plugins, callbacks = _as_list(settings.get("plugins")), _as_list(settings.get("callbacks"))
+        if not any(isinstance(p, CheckpointIO) for p in plugins):
+            plugins.append(SafeCheckpointIO())
+        if not any(isinstance(c, Signals) for c in callbacks):
+            callbacks.append(Signals())
+        for logger in _as_list(settings.get("logger")):
+            if isinstance(logger, TrackingLogger):
+                logger.annotate(model=self._settings().model.class_path)
+        try:
+            return super().instantiate_trainer(plugins=plugins, callbacks=callbacks, **kwargs)
+        except TypeError as ex:  # Lightning checks some settings by type, such as `devices`
+            raise CommandLineError(f"trainer: {ex}") from ex
+
+
+def main(argv: list[str]) -> int:
+    """Run one of the Trainer's subcommands."""
+    if os.getcwd() not in sys.path:
+        # At the end: a user's file must not stand in for a package of the same name.
+        sys.path.append(os.getcwd())
+    _import_classes()
+    _quiet()
+    try:
+        AlignmentCLI(argv)
+    except MisconfigurationException as ex:
+        raise CommandLineError(str(ex), code=1) from ex
+    return 0
+
+
+def _quiet() -> None:
+    """Drop what Lightning prints on every run and nobody can act on."""
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    if _no_advertisement not in notes.filters:
+        notes.addFilter(_no_advertisement)
+
+
+def _no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless cloud" not in record.getMessage()
+
+
+def _import_classes() -> None:
+    """Import what may be named by a short name: our packages, and what other distributions registered."""
+    import callbacks  # noqa: F401
+    import datamodules  # noqa: F401
+    import modules  # noqa: F401
+
+    for plugin in entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except ImportError as ex:
+            raise CommandLineError(f"plug-in '{plugin.name}' ({plugin.value}) cannot be imported: {ex}") from ex
+
+
+@rank_zero_only
+def say(text: str) -> None:
+    """A line for the user, once per run."""
+    print(text, flush=True)
+
+
+def _tracking(trainer: L.Trainer) -> list[TrackingLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, TrackingLogger)]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None or value is False:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            out.update(_flat(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+def _class_names() -> list[str]:
+    """Short names of every module, datamodule, callback and logger that is imported."""
+    names: set[str] = set()
+    todo: list[type] = [L.LightningModule, L.LightningDataModule, L.Callback, Logger]
+    while todo:
+        subclasses: list[type] = todo.pop().__subclasses__()
+        for cls in subclasses:
+            names.add(cls.__name__)
+            todo.append(cls)
+    return sorted(names)

@@ -1,0 +1,38 @@
+"""`alignment ui`: the MLflow UI over the local database. Bound to 127.0.0.1 and to nothing else: it has no login."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+HOST = "127.0.0.1"
+
+
+def command(root: Path, port: int) -> list[str]:
+    """The command that serves `<root>/mlflow.db`. Raises FileNotFoundError when there is none yet."""
+    database = root.resolve() / "mlflow.db"
+    if not database.is_file():
+        raise FileNotFoundError(f"no runs yet: {database} does not exist; start one, or name its folder with --root")
+    uri = f"sqlite:///{database}"
+    options = {
+        "--backend-store-uri": uri,
+        "--default-artifact-root": str(root.resolve() / "artifacts"),
+        "--host": HOST,
+        "--port": str(port),
+    }
+    return [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
+
+
+def main(argv: list[str]) -> int:
+    """Serve until interrupted; the exit status is MLflow's."""
+    parser = argparse.ArgumentParser(prog="alignment ui", description=__doc__)
+    parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds mlflow.db (default: here)")
+    parser.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
+    options = parser.parse_args(argv)
+    print(f"MLflow UI: http://{HOST}:{options.port} (stop with Ctrl-C)", flush=True)
+    try:
+        return subprocess.run(command(options.root, options.port), check=False).returncode
+    except KeyboardInterrupt:
+        return 0
