@@ -1,0 +1,269 @@
+"""GroupData: what every offline data module shares. Subclasses say what a row is for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from alignment import distributed
+from alignment.batches import Group
+from alignment.chat import Template, TrainOn
+from alignment.errors import UserError
+from datamodules.formats import Purpose
+from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader
+from datamodules.prepare import OnBadRow, Recipe
+from datamodules.reading import WORLD
+from datamodules.rows import RowReport
+from datamodules.splits import Place, Split, Splits
+
+_STAGES: dict[str, tuple[Split, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("predict",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetInfo:
+    """One data set of a run, for the tracker: `rows` are those used in this split, `digest` is of the whole source."""
+
+    name: str
+    path: str
+    split: str
+    rows: int
+    digest: str
+
+
+class GroupData(L.LightningDataModule):
+    """Rows of a public format, tokenised once, in batches whose order is a pure function of (seed, epoch, position).
+
+    Args:
+        path: a local file or folder (json, jsonl, csv, tsv, parquet, txt; .gz), the id of a hub dataset, or
+            "world:support", the built-in customer-support world.
+        split: which split of a hub dataset to train on.
+        config: which configuration of a hub dataset, where it has several.
+        val_path, val_split: validation rows of their own. Without either, `val_fraction` is held out (the built-in
+            world has validation rows of its own).
+        val_fraction: share of the prompts to hold out, with all of their rows, chosen by a hash of the prompt: another
+            seed holds out the same. Training rows whose prompt is among rows given for validation or test are dropped.
+        test_path, test_split: rows for `test`. Without either, the validation rows.
+        predict_path, predict_split: rows for `predict`. Without either, the test rows.
+        columns: our names for the source's columns, for example {prompt: question, completion: answer}.
+        template: "chat" the tokenizer's chat template, "plain" a built-in layout, "raw" texts as they are, "auto" chat
+            where the tokenizer has a template, else plain.
+        template_kwargs: variables for the chat template, for example {enable_thinking: false}.
+        system: system message for rows that have none.
+        allow_special: let control tokens written in the rows' texts be control tokens. Trusted data only.
+        batch_size: groups per optimizer step, over all ranks.
+        max_prompt_tokens: longer prompts are cut on the left (BOS stays).
+        max_completion_tokens: longer completions are cut on the right, and then do not end.
+        max_tokens: prompt and completion together, in tokens; the completion is cut. Null: no such limit.
+        max_rows: read only the first rows of the training source. Null: all.
+        max_eval_rows: the same for validation, test and predict sources of their own.
+        on_bad_row: "skip" drops bad rows with a count per reason, "stop" ends the run at the first.
+        keep_duplicates: use rows that repeat an earlier one.
+        seed: of the order. Null: the run's seed.
+        shuffle: draw a new order for each epoch.
+        drop_last: leave out a short last batch.
+        length_aware: make batches of similar lengths. Micro-batches inside a batch are always made so.
+        num_workers: processes that collate batches; 0 collates in the training process.
+        cache_dir: where tokenised rows are kept. Null: nowhere.
+        tokenizer: None takes the module's.
+        train_on: "last" trains on the last assistant turn, "all" on every one (supervised rows).
+    """
+
+    purpose: ClassVar[Purpose]
+
+    def __init__(
+        self,
+        path: str = WORLD,
+        *,
+        split: str = "train",
+        config: str | None = None,
+        val_path: str | None = None,
+        val_split: str | None = None,
+        val_fraction: float = 0.05,
+        test_path: str | None = None,
+        test_split: str | None = None,
+        predict_path: str | None = None,
+        predict_split: str | None = None,
+        columns: dict[str, str] | None = None,
+        template: Template = "auto",
+        template_kwargs: dict[str, Any] | None = None,
+        system: str | None = None,
+        allow_special: bool = False,
+        batch_size: int = 8,
+        max_prompt_tokens: int | None = 1024,
+        max_completion_tokens: int | None = 1024,
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        max_eval_rows: int | None = None,
+        on_bad_row: OnBadRow = "skip",
+        keep_duplicates: bool = False,
+        seed: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        length_aware: bool = False,
+        num_workers: int = 0,
+        cache_dir: str | None = ".cache/data",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        train_on: TrainOn = "last",
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= val_fraction < 1.0:
+            raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
+        if batch_size < 1:
+            raise UserError(f"batch_size must be at least 1, got {batch_size}")
+        if train_on == "all" and self.purpose == "preference":
+            raise UserError("train_on 'all' is for supervised rows; a pair compares its last assistant turns")
+        self.path = path
+        self.batch_size = batch_size
+        self.seed, self.shuffle, self.drop_last, self.length_aware = seed, shuffle, drop_last, length_aware
+        self.num_workers = num_workers
+        self._tokenizer = tokenizer
+        self._shown: set[str] = set()
+        self._splits = Splits(
+            train=Place(path=path, split=split),
+            given={
+                "val": (val_path, val_split),
+                "test": (test_path, test_split),
+                "predict": (predict_path, predict_split),
+            },
+            config=config,
+            val_fraction=val_fraction,
+            max_rows=max_rows,
+            max_eval_rows=max_eval_rows,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            recipe=Recipe(
+                purpose=self.purpose,
+                columns=columns or {},
+                system=system,
+                template=template,
+                template_kwargs=template_kwargs or {},
+                train_on=train_on,
+                max_prompt_tokens=max_prompt_tokens,
+                max_completion_tokens=max_completion_tokens,
+                max_tokens=max_tokens,
+                allow_special=allow_special,
+                keep_duplicates=keep_duplicates,
+                on_bad_row=on_bad_row,
+            ),
+        )
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The given tokenizer, else that of the module being trained."""
+        if self._tokenizer is not None:
+            return self._tokenizer
+        if self.trainer is None:
+            raise UserError(f"{type(self).__name__} needs a tokenizer: pass one, or run it in a Trainer with a module")
+        return cast(PreTrainedTokenizerBase, self.trainer.lightning_module.tokenizer)
+
+    @property
+    def report(self) -> RowReport:
+        """What became of the rows of the training source (of the only source when nothing is trained)."""
+        reports = self.reports
+        if not reports:
+            raise UserError("there is no report before setup()")
+        return reports.get("train", next(iter(reports.values())))
+
+    @property
+    def reports(self) -> dict[str, RowReport]:
+        """One report per source read so far, by the split it is the source of."""
+        return {split: prepared.report for split, prepared in self._splits.prepared.items()}
+
+    def groups(self, split: Split) -> Sequence[Group]:
+        """The groups of a split, in the order of the rows; empty where nothing is held out."""
+        return self._splits.groups(split, self.tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over everything that made the splits loaded so far: rows, tokenizer, settings that shape them."""
+        return self._splits.fingerprint
+
+    def dataset_inputs(self) -> list[DatasetInfo]:
+        """The splits loaded so far, for the tracker."""
+        return [
+            DatasetInfo(name=source.name, path=source.path, split=split, rows=len(store), digest=source.digest)
+            for split, source, store in self._splits.loaded()
+        ]
+
+    # ------------------------------------------------------------------ Lightning
+
+    def prepare_data(self) -> None:
+        """Tokenise into the cache, on one process per machine."""
+        if self._splits.cache_dir is not None and self.trainer is not None and self.trainer.state.fn is not None:
+            for split in _STAGES[self.trainer.state.fn.value]:
+                self.groups(split)
+
+    def setup(self, stage: str) -> None:
+        """Load the splits of a stage and show what became of their rows."""
+        for split in _STAGES[stage]:
+            self.groups(split)
+        reports = self.reports
+        if distributed.rank() == 0:
+            console = Console()
+            for name in reports:
+                if name not in self._shown:
+                    console.print(reports[name].table())
+        self._shown |= reports.keys()
+
+    def train_dataloader(self) -> StatefulLoader:
+        return self._loader("train", shuffle=self.shuffle)
+
+    def val_dataloader(self) -> StatefulLoader | list[StatefulLoader]:
+        # An empty list is how Lightning is told that there is no validation.
+        return self._loader("val") if len(self.groups("val")) else []
+
+    def test_dataloader(self) -> StatefulLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> StatefulLoader:
+        return self._loader("predict")
+
+    def state_dict(self) -> dict[str, str]:
+        return {"fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        if state_dict["fingerprint"] != self.fingerprint:
+            rank_zero_warn(
+                "The data differ from those the checkpoint was trained on: rows, tokenizer or limits changed."
+            )
+
+    def _loader(self, split: Split, shuffle: bool = False) -> StatefulLoader:
+        store = self._splits.groups(split, self.tokenizer)
+        rank, ranks, pin, overfit = 0, 1, False, False
+        if self.trainer is not None:
+            share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+            rank, ranks = share["rank"], share["num_replicas"]
+            pin = self.trainer.strategy.root_device.type == "cuda"
+            overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # asks for the same batches in every epoch
+        if not len(store):
+            raise UserError(f"'{self.path}' gives no rows for {split}; set val_fraction, or {split}_path")
+        if split == "train" and min(len(store), self.batch_size) < ranks:
+            raise UserError(
+                f"{ranks} ranks cannot share {len(store)} training rows in batches of {self.batch_size}: batch_size "
+                "counts over all ranks, and each needs a row"
+            )
+        train = split == "train"
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+        order = BatchOrder(
+            SampleOrder(len(store), seed=seed, shuffle=shuffle and not overfit),
+            batch_size=self.batch_size,
+            rank=rank,
+            world_size=ranks,
+            drop_last=self.drop_last and train,
+            lengths=store.tokens() if self.length_aware and train else None,
+        )
+        return StatefulLoader(store, order, num_workers=self.num_workers, pin_memory=pin)
