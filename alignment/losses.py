@@ -33,6 +33,13 @@ def share(values: Tensor, weights: Tensor, total: float) -> Tensor:
     return kept.sum() / total if total > 0 else kept.sum() * 0.0
 
 
+def weighted(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """[K], [K] -> (weighted sum, sum of weights) in float64 without gradient: a metric as `alignment.metrics` takes it.
+    Entries of weight 0 are dropped."""
+    values, weights = values.detach().double(), weights.double()
+    return torch.where(weights > 0, values * weights, torch.zeros_like(values)).sum(), weights.sum()
+
+
 def token_nll(token_logps: Tensor, scored: Tensor) -> Tensor:
     """[C] log-probs -> [C] negative log-likelihood in nats, 0 at unscored positions."""
     return torch.where(scored, -token_logps, torch.zeros_like(token_logps))

@@ -3,10 +3,12 @@ engine never imports either. All are checked with `isinstance`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
 
 import lightning as L
+
+from alignment.batches import Group
 
 
 @runtime_checkable
@@ -25,3 +27,10 @@ class SizedBatches(Protocol):
     """A data module that knows how many groups one optimizer step sees, over all ranks."""
 
     batch_size: int
+
+
+@runtime_checkable
+class FiniteGroups(Protocol):
+    """A data module whose rows are all known after `setup`: the reference's log-probs can be computed once, ahead."""
+
+    def groups(self, split: Literal["train", "val", "test", "predict"]) -> Sequence[Group]: ...

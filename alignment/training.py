@@ -26,6 +26,7 @@ from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr
 from alignment.protocols import SizedBatches
+from alignment.resume import rewind, settle
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,10 @@ class TrainingMixin(L.LightningModule):
         """Metrics of one validation or test micro-batch; by default those of `loss`."""
         return self.loss(batch, engine.UNIT)[1]
 
+    def derived_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Metrics that are functions of whole-set means (perplexity, ...), not means themselves."""
+        return {}
+
     # ------------------------------------------------------------------ training
 
     def update(self, batch: GroupBatch, loss_fn: engine.LossFn, *, keep_groups: bool = True) -> None:
@@ -95,6 +100,9 @@ class TrainingMixin(L.LightningModule):
         self.batches_seen += 1
         if (self.trainer.fit_loop.total_batch_idx + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._log_training_window()
+
+    def on_train_start(self) -> None:
+        rewind(self.trainer)
 
     def on_train_epoch_end(self) -> None:
         self._log_training_window()
@@ -160,6 +168,7 @@ class TrainingMixin(L.LightningModule):
         if not values:
             return
         values["loss"] = sum(weight * values[name] for name, weight in self.loss_terms.items())
+        values |= self.derived_metrics(values)
         self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1)
 
     # ------------------------------------------------------------------ optimizer and schedule
@@ -208,6 +217,7 @@ class TrainingMixin(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[STATE_KEY] = self.training_state()
+        settle(self.trainer, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if STATE_KEY not in checkpoint:

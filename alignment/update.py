@@ -73,7 +73,7 @@ def row_weights(batch: GroupBatch) -> Tensor:
 
 
 def group_weights(batch: GroupBatch) -> Tensor:
-    """[P] smallest row weight in each group: 0 as soon as one completion has nothing to score, or for an empty group."""
+    """[P] smallest row weight in each group: 0 as soon as one completion has nothing to score; 0 for no completion."""
     start = torch.full((batch.num_prompts,), math.inf, dtype=batch.weights.dtype, device=batch.device)
     least = start.scatter_reduce(0, batch.group_of, row_weights(batch), reduce="amin")
     return torch.where(torch.isinf(least), torch.zeros_like(least), least)

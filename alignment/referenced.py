@@ -1,0 +1,98 @@
+"""A module whose loss compares the policy with where it started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from alignment.batches import GroupBatch
+from alignment.module import PolicyMixin
+from alignment.optim import OptimConfig
+from alignment.policy import PolicyConfig
+from alignment.protocols import FiniteGroups, SizedBatches
+from alignment.reference import Reference, ReferenceKind
+from alignment.reference_cache import tokenizer_digest
+
+Split = Literal["train", "val", "test", "predict"]
+
+SPLITS: dict[TrainerFn, tuple[Split, ...]] = {
+    TrainerFn.FITTING: ("train", "val"),
+    TrainerFn.VALIDATING: ("val",),
+    TrainerFn.TESTING: ("test",),
+    TrainerFn.PREDICTING: ("predict",),
+}
+
+CHUNK = 256
+"""Groups per batch handed to the reference's precomputation; it cuts them further by tokens."""
+
+
+class ReferencedMixin(PolicyMixin):
+    """PolicyMixin with a frozen reference, built before a checkpoint can move the policy.
+
+    Args:
+        reference: kind of reference, see `alignment.reference`. `auto` caches when the run goes over a finite data set
+            at least once; a shorter run takes a copy rather than score rows it never sees.
+    """
+
+    reference: Reference
+
+    def __init__(
+        self, *, policy: PolicyConfig, reference: ReferenceKind, optim: OptimConfig, micro_batch_tokens: int | None
+    ) -> None:
+        super().__init__(policy=policy, optim=optim, micro_batch_tokens=micro_batch_tokens)
+        self.reference_kind: ReferenceKind = reference
+
+    def build_parts(self) -> None:
+        super().build_parts()
+        finite = self._trainer is not None and covers_data(self._trainer)
+        self.reference = Reference.build(
+            self.reference_kind, self.policy, self.policy_config, self.build_engine, finite_data=finite
+        )
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self._trainer is not None:  # once per fit, validate, test or predict: each has rows of its own
+            self._precompute(self._trainer)
+
+    def reference_logps(self, batch: GroupBatch) -> Tensor:
+        """[C] log-probs under the reference, without gradient; 0 at unscored tokens."""
+        return self.reference.token_logps(batch)
+
+    def _precompute(self, trainer: L.Trainer) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if self.reference.kind != "cached" or not isinstance(data, FiniteGroups) or trainer.state.fn not in SPLITS:
+            return
+        key_parts = {
+            "tokenizer": tokenizer_digest(self.tokenizer),
+            "precision": str(trainer.precision),
+            "path": self.engine.path,
+        }
+        folder = Path(trainer.default_root_dir) / ".cache" / "reference"
+        with trainer.precision_plugin.forward_context():
+            batches = chunks(data, SPLITS[trainer.state.fn])
+            self.reference.precompute(batches, folder, key_parts, self.micro_batch_tokens)
+
+
+def chunks(data: FiniteGroups, splits: tuple[Split, ...]) -> Iterator[GroupBatch]:
+    """The rows of some splits in batches of at most `CHUNK` groups."""
+    for split in splits:
+        groups = data.groups(split)
+        for start in range(0, len(groups), CHUNK):
+            yield GroupBatch.from_groups(groups[start : start + CHUNK])
+
+
+def covers_data(trainer: L.Trainer) -> bool:
+    """Whether a fit goes over its whole finite training set at least once."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, FiniteGroups) or trainer.state.fn != TrainerFn.FITTING:
+        return False
+    if trainer.fast_dev_run or trainer.overfit_batches or trainer.limit_train_batches != 1.0:  # type: ignore[attr-defined]
+        return False
+    if trainer.max_steps == -1 or not isinstance(data, SizedBatches):
+        return True
+    return trainer.max_steps * data.batch_size >= len(data.groups("train"))

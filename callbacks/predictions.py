@@ -1,0 +1,70 @@
+"""Writes what `predict` returns as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from alignment import distributed
+
+
+class Predictions(Callback):
+    """Collects the rows every `predict_step` returns into one file, in data order, one JSON object a line.
+
+    Each rank writes its own part as it goes, so that an interrupted run leaves what it had; the main process joins the
+    parts at the end. A row that two ranks saw (a sampler that pads) is written once.
+
+    Args:
+        path: the file, relative to the run's folder unless absolute. An older file of that name is replaced.
+    """
+
+    def __init__(self, path: str = "predictions.jsonl") -> None:
+        self.path = path
+        self._target = Path(path)
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._target = Path(trainer.log_dir or trainer.default_root_dir) / self.path
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        self._part(distributed.rank()).write_text("", encoding="utf-8")
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        with self._part(distributed.rank()).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in outputs)
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.strategy.barrier("predictions")
+        if distributed.rank() != 0:
+            return
+        parts = [self._part(rank) for rank in range(distributed.world_size())]
+        rows = [json.loads(line) for part in parts for line in _lines(part)]
+        first: dict[Any, dict[str, Any]] = {}
+        for position, row in enumerate(rows):
+            index = row.get("index", -1)
+            first.setdefault(index if index >= 0 else (position,), row)
+        ordered = sorted(
+            first.values(), key=lambda row: int(row.get("index", -1))
+        )  # stable: unnumbered rows keep order
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
+        self._target.write_text(text, encoding="utf-8")
+        for part in parts:
+            part.unlink()
+
+    def _part(self, rank: int) -> Path:
+        return self._target.with_name(f"{self._target.name}.rank{rank}")
+
+
+def _lines(path: Path) -> list[str]:
+    # Not splitlines(): JSON text may hold other line separators (U+2028) as they are.
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line]
