@@ -371,8 +371,3 @@ def model_digest(model: nn.Module, config: PolicyConfig) -> str:
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def without_trust(config: PolicyConfig) -> PolicyConfig:
-    """The configuration as it may be taken from a checkpoint: a file never grants the right to run code."""
-    return replace(config, trust_remote_code=False)

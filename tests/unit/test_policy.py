@@ -25,7 +25,6 @@ from alignment.policy import (
     load_policy,
     load_tokenizer,
     model_digest,
-    without_trust,
 )
 from alignment.tiny import save_tiny, tiny_model
 from alignment.transforms import STAGES, Transforms
@@ -190,10 +189,6 @@ def test_code_in_a_checkpoint_is_not_run(folder: Path) -> None:
     (folder / "evil.py").write_text("raise SystemExit('code of a checkpoint was executed')")
     with pytest.raises(UserError, match="cannot load the model"):
         load_policy(PolicyConfig(name=str(folder)))
-
-
-def test_a_checkpoint_does_not_grant_trust() -> None:
-    assert without_trust(PolicyConfig(trust_remote_code=True)).trust_remote_code is False
 
 
 def test_an_adapter_folder_is_not_a_model(folder: Path, tmp_path: Path) -> None:

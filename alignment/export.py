@@ -1,0 +1,232 @@
+"""A trained policy as a plain transformers folder: `from_pretrained` loads it, `transformers serve` and vLLM serve it.
+
+    alignment export CHECKPOINT OUT [--merge_lora false] [--force] [--trust_remote_code]
+
+LoRA is merged into its base, or kept as an adapter folder beside which the base is needed. A base trained in 4 or 8
+bits is merged in full precision: the adapter is added to the weights as they were before rounding, so the exported
+model is close to the trained one, not bit-equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from alignment.chat import ChatEncoder
+from alignment.checkpoint_folder import load_checkpoint_folder
+from alignment.errors import UserError
+from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
+from alignment.sources import locate
+from alignment.training import as_config
+
+log = logging.getLogger(__name__)
+
+ADAPTER = "default"
+MARKS = ("config.json", "adapter_config.json")
+
+
+class Exportable(Protocol):
+    """A live module: what `PolicyMixin` offers."""
+
+    policy: nn.Module
+    policy_config: PolicyConfig
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trained:
+    """A configuration and the weights that training left: all of them, or with LoRA at least the adapter's."""
+
+    config: PolicyConfig
+    tokenizer: PreTrainedTokenizerBase
+    weights: Mapping[str, Tensor]
+
+
+def export(
+    source: Exportable | str | Path,
+    out: str | Path,
+    *,
+    merge_lora: bool = True,
+    force: bool = False,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write model, tokenizer (with chat template) and generation settings, and return the folder.
+
+    Args:
+        source: a module whose policy is loaded, or a checkpoint folder.
+        out: the new folder. It appears complete or not at all.
+        merge_lora: add the adapter to the weights; otherwise write the adapter alone.
+        force: replace an earlier export.
+        trust_remote_code: run Python code shipped with the base model; a checkpoint cannot ask for it.
+
+    Raises:
+        UserError: `out` is taken, or the adapter's base is not something `from_pretrained` can load.
+        CheckpointError: the checkpoint is damaged.
+    """
+    out = Path(out)
+    _check_target(out, force)
+    trained = (
+        _from_checkpoint(Path(source), trust_remote_code) if isinstance(source, str | Path) else _from_live(source)
+    )
+    if trained.config.lora is not None and not merge_lora:
+        model: PreTrainedModel | PeftModel = _adapter(trained)
+    else:
+        model = _merged(trained)
+        model.generation_config = generation_config(model, trained.tokenizer)
+    _write(model, trained.tokenizer, out)
+    return out
+
+
+def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The model's own, with every id that ends a reply: the model's, the tokenizer's, and the chat template's."""
+    config = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
+    ends = {tokenizer.eos_token_id, ChatEncoder(tokenizer=tokenizer).end_id}
+    for given in (config.eos_token_id, model.config.eos_token_id):
+        ends |= set(given) if isinstance(given, list) else {given}
+    config.eos_token_id = sorted(e for e in ends if e is not None)
+    config.pad_token_id = tokenizer.pad_token_id
+    config.bos_token_id = tokenizer.bos_token_id
+    return config
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def _from_live(module: Exportable) -> _Trained:
+    config = module.policy_config
+    return _Trained(config=config, tokenizer=module.tokenizer, weights=module.policy.state_dict())
+
+
+def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
+    checkpoint = load_checkpoint_folder(path)
+    saved = checkpoint.get("hyper_parameters", {}).get("policy")
+    if saved is None:
+        raise UserError(f"checkpoint {path} holds no policy: its module has no hyper-parameter 'policy'")
+    config = replace(as_config(PolicyConfig, saved), trust_remote_code=trust_remote_code)
+    state: dict[str, Tensor] = checkpoint["state_dict"]
+    weights = {n.removeprefix("policy."): v for n, v in state.items() if n.startswith("policy.")}
+    others = sorted(n for n in state if not n.startswith("policy."))
+    if others:
+        log.warning("left out of the export, which holds the policy alone: %s", ", ".join(others))
+    return _Trained(config=config, tokenizer=load_tokenizer(config), weights=weights)
+
+
+def _merged(trained: _Trained) -> PreTrainedModel:
+    """A fresh model in full precision with the trained weights in it; the live one is left as it is."""
+    config = replace(trained.config, quantization="none", gradient_checkpointing=False)
+    model = load_policy(config)
+    _fill(model, trained.weights, adapter_only=config.lora is not None)
+    if isinstance(model, PeftModel):
+        merged = model.merge_and_unload(safe_merge=True)
+        assert isinstance(merged, PreTrainedModel)
+        return merged
+    return base_model(model)
+
+
+def _adapter(trained: _Trained) -> PeftModel:
+    name = trained.config.name
+    if trained.config.from_scratch or locate(name).gguf_file is not None:
+        raise UserError(f"an adapter on '{name}' cannot be loaded by name; export it merged (--merge_lora true)")
+    model = load_policy(replace(trained.config, gradient_checkpointing=False))
+    assert isinstance(model, PeftModel)
+    _fill(model, trained.weights, adapter_only=True)
+    source = locate(name)
+    settings = model.peft_config[ADAPTER]
+    settings.base_model_name_or_path = str(Path(source.location).resolve()) if source.local else source.location
+    settings.revision = trained.config.revision
+    return model
+
+
+def _fill(model: nn.Module, weights: Mapping[str, Tensor], *, adapter_only: bool) -> None:
+    """Copy trained weights in. Raises UserError unless all that training can have changed is there."""
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    wanted = trainable if adapter_only else set(model.state_dict())
+    missing = sorted(wanted - set(weights))
+    if missing:
+        raise UserError(f"the checkpoint lacks {len(missing)} of the policy's weights, for example {missing[0]}")
+    model.load_state_dict({n: weights[n] for n in wanted}, strict=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise UserError(f"'{out}' exists and is not a folder")
+    if not any(out.iterdir()):
+        return
+    if not force:
+        raise UserError(f"'{out}' is not empty; choose another folder, or replace an earlier export with --force")
+    if not any((out / mark).is_file() for mark in MARKS):
+        raise UserError(f"'{out}' holds something else than an exported model; --force does not delete it")
+
+
+def _write(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+    """Write beside the final place, flush to the disk, then rename."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, previous = (out.parent / f".{out.name}.{role}-{os.getpid()}" for role in ("partial", "previous"))
+    try:
+        if isinstance(model, PeftModel):
+            model.save_pretrained(str(partial), selected_adapters=[ADAPTER], save_embedding_layers=False)
+        else:
+            model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for file in partial.rglob("*"):
+            _sync(file)
+        _sync(partial)
+        if out.exists():
+            os.rename(out, previous)
+        os.rename(partial, out)
+        _sync(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        if previous.exists() and not out.exists():
+            os.rename(previous, out)
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def main(argv: Sequence[str]) -> int:
+    """`alignment export`. Returns 0; raises as `export` does, and the command line prints that as one line."""
+    parser = argparse.ArgumentParser(
+        prog="alignment export", description="Write a checkpoint as a transformers folder."
+    )
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or the pointer `last`")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--merge_lora", choices=("true", "false"), default="true", help="false: the adapter alone")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
+    arguments = parser.parse_args(argv)
+    out = export(
+        arguments.checkpoint,
+        arguments.out,
+        merge_lora=arguments.merge_lora == "true",
+        force=arguments.force,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    print(f"{out} holds the model; try it:  transformers chat {out}")
+    return 0
