@@ -5,7 +5,6 @@ in world. Nothing here judges a row's content; a row that cannot even be read ca
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import io
 import json
@@ -158,18 +157,26 @@ def _read_file(file: Path, prefix: str) -> Iterator[Record]:
 
 def _bytes(file: Path) -> tuple[bytes, bool]:
     """(content, whether a compressed file is cut off or damaged: then what could be read)."""
+    raw = file.read_bytes()
     if file.suffix.lower() != ".gz":
-        return file.read_bytes(), False
-    out = io.BytesIO()
+        return raw, False
+    out = bytearray()
+    # Small bites: what a bite holds before the damage is lost with it.
+    bites = [raw[i : i + 1024] for i in range(0, len(raw), 1024)]
+    member = zlib.decompressobj(_GZIP)
     try:
-        with gzip.open(file) as stream:
-            while chunk := stream.read(1 << 16):
-                out.write(chunk)
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        return out.getvalue(), True
-    return out.getvalue(), False
+        for bite in bites:
+            while bite:
+                if member.eof:  # a gzip file may hold several members, one after the other
+                    member = zlib.decompressobj(_GZIP)
+                out += member.decompress(bite)
+                bite = member.unused_data
+    except zlib.error:
+        return bytes(out), True
+    return bytes(out), not member.eof
 
 
+_GZIP = 31  # zlib's name for "with a gzip header"
 _CUT = RowError("the file is cut off or damaged here")
 
 
