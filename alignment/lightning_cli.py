@@ -22,17 +22,22 @@ from typing import Any, NoReturn
 os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
 
 import lightning as L
+import yaml
 from jsonargparse import Namespace
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.enums import StrEnum
 
 from alignment import runs
 from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
 from alignment.cli_errors import CommandLineError, add_hint, explain
 from alignment.tracking import HasDatasetInputs, TrackingLogger
+
+# Some of Lightning's own defaults are enums (Timer's `interval`), which a plain YAML dump of the configuration refuses.
+yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 PLUGINS = "lightning_alignment.plugins"
 _LOGGER = "alignment.tracking.TrackingLogger"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 
 # Before anything imports huggingface_hub: a test never reaches for the network.
@@ -37,6 +39,27 @@ def shared() -> Path:
     folder = REPOSITORY.parent / "shared"
     if not folder.is_dir():
         pytest.skip("the folder 'shared' is not beside the repository")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database with its tables and no runs: creating one takes seconds, copying it none."""
+    from mlflow.tracking import MlflowClient
+
+    database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{database}")
+    return database
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _empty_database: Path) -> Path:
+    """An empty working directory, made current, whose tracking database is ready; `sys.path` is restored afterwards."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    shutil.copy(_empty_database, folder / "mlflow.db")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(REPOSITORY)])
     return folder
 
 
