@@ -1,8 +1,8 @@
 """Batches in an order that is a pure function of (seed, epoch, position), on any number of ranks.
 
-`batch_size` counts groups over all ranks. Batch b of an epoch holds the samples from position b * batch_size on;
-rank r of w takes every w-th of them from the r-th. So 2 -> 1 -> 2 processes see the same batches, and where a run stands
-is one number. The last batch may be short: then some ranks get fewer groups, or none.
+`batch_size` counts groups over all ranks. Batch b of an epoch holds the samples from position b * batch_size on; rank r
+of w takes every w-th of them from the r-th. So 2 -> 1 -> 2 processes see the same batches, and where a run stands is
+one number. The last batch may be short: then some ranks get fewer groups, or none.
 
 Outside a Trainer, call `loader.batch_sampler.sampler.set_epoch(epoch)` before each epoch, as with torch's own
 DistributedSampler.
