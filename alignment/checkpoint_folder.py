@@ -25,6 +25,7 @@ from typing import Any
 
 from alignment import distributed, tensor_file
 from alignment.codec import Encoder, decode
+from alignment.errors import UserError
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 _FORMAT = 1
@@ -34,7 +35,7 @@ _KEPT = 2
 _PACKAGES = ("torch", "lightning", "transformers")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written or must not be loaded. The message is one line and names the folder."""
 
 

@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 MAX_DEPTH = 200
 """Nesting a state may have; a deeper one is refused on both sides (a crafted file could exhaust the stack)."""
 
+_NUMPY = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 _MAPPINGS = (dict, OrderedDict, AttributeDict)
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_SCALARS = {np.dtype(c).name: np.dtype(c) for c in "?bBhHiIlLqQefd"}
+_SCALARS = {np.dtype(name).name: np.dtype(name) for name in _NUMPY.split()}
 
 
 class Encoder:
