@@ -24,7 +24,7 @@ _TRAINER = ("fit", "validate", "test", "predict")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status: 0 done, 1 the run cannot go on, 2 it was asked wrongly.
+    """Run one command line and return its exit status: 0 done, 2 for a mistake of the user, else a signal's.
 
     A mistake of the user is one line on stderr. A bug keeps its traceback; so does everything with ALIGNMENT_DEBUG=1.
     """
@@ -32,18 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get("ALIGNMENT_DEBUG") == "1"
     try:
         return _dispatch(args)
-    except CommandLineError as ex:
-        if debug:
+    except (CommandLineError, ValueError, OSError, ImportError) as ex:
+        if debug or not (isinstance(ex, CommandLineError) or is_for_user(ex)):
             raise
-        return _complain(str(ex), ex.code)
-    except (ValueError, OSError, ImportError) as ex:
-        if debug or not is_for_user(ex):
-            raise
-        return _complain(one_line(str(ex)), 1)
+        print(f"alignment: error: {one_line(str(ex))}", file=sys.stderr)
+        return 2
     except SystemExit as ex:  # --help and --print_config end this way, and so does a signal
-        if isinstance(ex.code, str):
-            return _complain(one_line(ex.code), 1)
-        return ex.code or 0
+        return ex.code if isinstance(ex.code, int) else 0
 
 
 def _dispatch(args: list[str]) -> int:
@@ -78,8 +73,3 @@ def _help() -> str:
             "alignment fit -c FILE --print_config=skip_default    what a run would use",
         ]
     )
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"alignment: error: {message}", file=sys.stderr)
-    return code

@@ -7,6 +7,8 @@ import dis
 import re
 from collections.abc import Iterable
 
+from alignment.errors import UserError
+
 PACKAGES = ("alignment", "modules", "datamodules", "callbacks")
 _LONGEST = 400
 
@@ -24,11 +26,13 @@ _NOISE = re.compile(
 
 
 class CommandLineError(Exception):
-    """The command line or a configuration file cannot be used. The text is one line; `code` is the exit status."""
+    """The command line or a configuration file cannot be used. The text is one line.
 
-    def __init__(self, message: str, code: int = 2) -> None:
+    Not a ValueError: jsonargparse would catch it and try another alternative of the type.
+    """
+
+    def __init__(self, message: str) -> None:
         super().__init__(one_line(message))
-        self.code = code
 
 
 def one_line(text: str) -> str:
@@ -117,11 +121,13 @@ def _readable(text: str) -> str:
 
 
 def is_for_user(ex: BaseException) -> bool:
-    """True for a `raise ValueError`, `OSError` or `ImportError` statement in our own packages.
+    """True for a UserError, and for a `raise ValueError`, `OSError` or `ImportError` statement in our own packages.
 
     That is the house rule: such an error says what was given, what is accepted and what to do. The same types raised by
     an expression (`int("x")`) or by a library are bugs, and keep their traceback.
     """
+    if isinstance(ex, UserError):
+        return True
     if not isinstance(ex, (ValueError, OSError, ImportError)) or ex.__traceback__ is None:
         return False
     place = ex.__traceback__

@@ -106,7 +106,10 @@ class AlignmentCLI(LightningCLI):
     # ------------------------------------------------------------------ parsing
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except RecursionError as ex:  # an anchor inside itself, or nesting no configuration has
+            raise CommandLineError("a configuration file refers to itself, or nests too deeply") from ex
         self._check_trainer_settings()
 
     def _check_trainer_settings(self) -> None:
@@ -232,7 +235,7 @@ def main(argv: list[str]) -> int:
     try:
         AlignmentCLI(argv)
     except MisconfigurationException as ex:
-        raise CommandLineError(str(ex), code=1) from ex
+        raise CommandLineError(str(ex)) from ex
     return 0
 
 

@@ -1,0 +1,178 @@
+"""What a command line resolves to: start-up, composition of files, plug-ins, what every run gets unasked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tests.cli_toys  # noqa: F401  # makes ToyModule and ToyData known by their short names
+from alignment import check_siblings, lightning_cli, ui
+from alignment.checkpoint import SafeCheckpointIO
+from alignment.cli import SUBCOMMANDS, main
+from alignment.lightning_cli import AlignmentCLI
+from alignment.tracking import TrackingLogger
+from callbacks import Signals
+
+RUN = ["fit", "--model", "ToyModule", "--data", "ToyData", "--data.path", "here", "--trainer.accelerator", "cpu"]
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+class Parsed(AlignmentCLI):
+    """Everything is built, nothing is run."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.ran = subcommand
+
+
+def resolved(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    """What `--print_config` says."""
+    assert main([*args, "--print_config"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+# ---------------------------------------------------------------------- start-up
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    code = (
+        "import sys; from alignment.cli import main; code = main(['--help']);"
+        "print(sorted(m for m in ('torch', 'lightning', 'transformers', 'mlflow') if m in sys.modules)); sys.exit(code)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CONFIGS.parent)
+    assert time.monotonic() - started < 3
+    *text, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert all(any(line.split()[:1] == [name] for line in text) for name in SUBCOMMANDS)
+
+
+def test_python_m_alignment_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "alignment", "--version"], capture_output=True, text=True, check=True, cwd=CONFIGS.parent
+    )
+    assert done.stdout == "lightning-alignment 0.1.0\n"
+
+
+def test_shadowed_packages_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"package 'modules' at .*elsewhere.*, but it resolves to .*modules"):
+        check_siblings(tmp_path / "elsewhere")
+
+
+# ---------------------------------------------------------------------- composition
+
+
+def test_later_files_and_flags_win(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    Path("a.yaml").write_text("model: {init_args: {beta: 1, note: a}}\ntrainer: {max_steps: 3, limit_val_batches: 5}\n")
+    Path("b.yaml").write_text("model: {init_args: {note: b}}\ntrainer: {max_steps: 4}\n")
+    config = resolved(capsys, *RUN, "-c", "a.yaml", "-c", "b.yaml", "--trainer.limit_val_batches", "6")
+    assert config["model"]["init_args"]["beta"] == 1
+    assert config["model"]["init_args"]["note"] == "b"
+    assert (config["trainer"]["max_steps"], config["trainer"]["limit_val_batches"]) == (4, 6)
+
+
+def test_fragments_and_appended_callbacks(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    callbacks = CONFIGS / "callbacks" / "default.yaml"
+    Path("run.yaml").write_text(f"trainer: {{max_steps: 3, callbacks: {callbacks}}}\n")
+    extra = ["--trainer", str(CONFIGS / "trainer" / "ddp2.yaml"), "--trainer.callbacks+=Timer"]
+    trainer = resolved(capsys, *RUN, "-c", "run.yaml", *extra)["trainer"]
+    assert (trainer["max_steps"], trainer["strategy"], trainer["devices"]) == (3, "ddp", 2)
+    names = [c["class_path"].rpartition(".")[2] for c in trainer["callbacks"]]
+    assert names == ["Checkpoint", "LearningRateMonitor", "Timer"]
+
+
+def test_defaults_that_differ_from_lightning(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    config = resolved(capsys, *RUN)
+    assert config["seed_everything"] == 0
+    assert config["trainer"]["use_distributed_sampler"] is False
+    assert config["trainer"]["logger"]["class_path"] == "alignment.tracking.TrackingLogger"
+    assert resolved(capsys, *RUN, "--trainer.logger.run_name=x")["trainer"]["logger"]["init_args"]["run_name"] == "x"
+
+
+@pytest.mark.parametrize("file", sorted(p.relative_to(CONFIGS).as_posix() for p in (CONFIGS / "debug").glob("*.yaml")))
+def test_every_debug_file_has_a_header(file: str) -> None:
+    lines = (CONFIGS / file).read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert len(lines) <= 40
+
+
+# ---------------------------------------------------------------------- what is importable
+
+
+def test_a_class_of_the_working_directory(workdir: Path) -> None:
+    Path("my_local_toy.py").write_text("from tests.cli_toys import ToyModule\nclass Mine(ToyModule): pass\n")
+    cli_args = ["--model", "my_local_toy.Mine", *RUN[3:], "--trainer.fast_dev_run", "1"]
+    assert main(["fit", *cli_args, "--trainer.enable_progress_bar", "false"]) == 0
+    assert "my_local_toy" in sys.modules
+
+
+def test_plugins_by_entry_point(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my_plugin.py").write_text("from tests.cli_toys import ToyModule\nclass FromPlugin(ToyModule): pass\n")
+    sys.path.append(str(workdir))
+    found = [EntryPoint(name="mine", value="my_plugin", group=lightning_cli.PLUGINS)]
+    monkeypatch.setattr(lightning_cli, "entry_points", lambda group: found if group == lightning_cli.PLUGINS else [])
+    config = resolved(capsys, "fit", "--model", "FromPlugin", *RUN[3:])
+    assert config["model"]["class_path"] == "my_plugin.FromPlugin"
+    found[:] = [EntryPoint(name="broken", value="no_such_plugin", group=lightning_cli.PLUGINS)]
+    assert main(RUN) == 2
+    assert "plug-in 'broken' (no_such_plugin) cannot be imported" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- what every run gets
+
+
+def test_safe_checkpoints_and_signals_unasked(workdir: Path) -> None:
+    cli = Parsed(RUN)
+    assert isinstance(cli.trainer.strategy.checkpoint_io, SafeCheckpointIO)
+    assert sum(isinstance(c, Signals) for c in cli.trainer.callbacks) == 1
+    assert isinstance(cli.trainer.logger, TrackingLogger)
+    assert cli.ran == "fit"
+
+
+def test_what_the_user_gives_is_kept(workdir: Path) -> None:
+    plugin = '[{"class_path": "lightning.fabric.plugins.io.TorchCheckpointIO"}]'
+    cli = Parsed([*RUN, "--trainer.plugins", plugin, "--trainer.callbacks+=Signals", "--trainer.callbacks.deadline=7"])
+    assert not isinstance(cli.trainer.strategy.checkpoint_io, SafeCheckpointIO)
+    assert [c.deadline for c in cli.trainer.callbacks if isinstance(c, Signals)] == [7]
+
+
+def test_seeded_by_default(workdir: Path) -> None:
+    import torch
+
+    Parsed(RUN)
+    first = torch.rand(3)
+    Parsed(RUN)
+    assert torch.equal(first, torch.rand(3))
+
+
+# ---------------------------------------------------------------------- the UI
+
+
+def test_ui_serves_this_machine_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ui", "--root", str(tmp_path)]) == 2
+    assert "no runs yet" in capsys.readouterr().err
+    (tmp_path / "mlflow.db").touch()
+    started: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(ui.subprocess, "run", run)
+    assert main(["ui", "--root", str(tmp_path), "--port", "5055"]) == 3
+    words = started[0]
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert words[words.index("--port") + 1] == "5055"
+    assert words[words.index("--backend-store-uri") + 1] == f"sqlite:///{tmp_path}/mlflow.db"
+    with pytest.raises(SystemExit):
+        ui.main(["--host", "0.0.0.0"])
