@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import warnings
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Plan:
         stop_signal: which one.
         die_at_sync: kill -9 itself at the k-th fsync of the attempt, that is somewhere inside a save; 0 for never.
         max_batches: end the attempt after so many batches of the whole run, as `max_steps` does; -1 for all.
+        world_size: processes of the attempt (gloo on this machine).
     """
 
     algorithm: str = "SFT"
@@ -60,6 +62,7 @@ class Plan:
     stop_signal: int = signal.SIGTERM
     die_at_sync: int = 0
     max_batches: int = -1
+    world_size: int = 1
 
 
 class Record(L.Callback):
@@ -72,12 +75,13 @@ class Record(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         batch_number = trainer.fit_loop.total_batch_idx
         event = {"batch": batch_number, "step": trainer.global_step, "epoch": trainer.current_epoch}
-        self._write({**event, "index": batch_idx, "ids": batch.group_index.tolist()})
-        if self.plan.stop_after and batch_number + 1 == self.plan.stop_after:
+        share = {"rank": trainer.global_rank, "world_size": trainer.world_size, "ids": batch.group_index.tolist()}
+        self._write({**event, "index": batch_idx, **share})
+        if self.plan.stop_after and batch_number + 1 == self.plan.stop_after and trainer.is_global_zero:
             os.kill(os.getpid(), self.plan.stop_signal)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking:
+        if trainer.is_global_zero and not trainer.sanity_checking:
             self._write({"validation": trainer.global_step})
 
     def _write(self, event: dict[str, Any]) -> None:
@@ -101,8 +105,9 @@ def build(plan: Plan) -> tuple[L.LightningModule, StatefulLoader, StatefulLoader
     arguments: dict[str, Any] = {"policy": PolicyConfig(name="tiny"), "micro_batch_tokens": 64}
     module = getattr(modules, plan.algorithm)(**arguments, optim=OptimConfig(lr=1e-3, warmup_steps=3))
     completions = 1 if plan.algorithm == "SFT" else 2
-    train = BatchOrder(SampleOrder(22, seed=1), batch_size=4)
-    validation = BatchOrder(SampleOrder(6, shuffle=False), batch_size=4)
+    share = {"rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": plan.world_size}
+    train = BatchOrder(SampleOrder(22, seed=1), batch_size=4, **share)
+    validation = BatchOrder(SampleOrder(6, shuffle=False), batch_size=4, **share)
     return (
         module,
         StatefulLoader(groups(22, completions), train),
@@ -117,7 +122,8 @@ def train(plan: Plan, folder: Path) -> L.Trainer:
     keep = Checkpoint(dirpath=folder / "checkpoints", every_n_train_steps=plan.every)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=plan.world_size,
+        strategy="ddp" if plan.world_size > 1 else "auto",
         max_epochs=plan.epochs,
         max_steps=plan.max_batches,
         val_check_interval=plan.validate_every,
@@ -163,8 +169,11 @@ def _sha(state: Any) -> str:
 # ---------------------------------------------------------------------- in child processes
 
 
-def attempt(plan: Plan, folder: Path) -> None:
+def attempt(plan: Plan, folder: Path, rank: int = 0, port: int = 0) -> None:
     """One attempt, in a child process: train to the end, or die trying. What it prints goes to `output.txt`."""
+    if plan.world_size > 1:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank, "WORLD_SIZE": plan.world_size}
+        os.environ.update({"NODE_RANK": "0", **{name: str(value) for name, value in place.items()}})
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -176,7 +185,8 @@ def attempt(plan: Plan, folder: Path) -> None:
     trainer = train(plan, folder)
     if trainer.received_sigterm:
         sys.exit("Lightning's own handler saw the signal")
-    (folder / "final.json").write_text(json.dumps(digest(trainer)))
+    if rank == 0:
+        (folder / "final.json").write_text(json.dumps(digest(trainer)))
 
 
 def _die_at_sync(count: int) -> None:
@@ -193,13 +203,17 @@ def _die_at_sync(count: int) -> None:
 
 
 def start(plan: Plan, folder: Path) -> BaseProcess:
-    """Start an attempt in a process forked from the preloaded server."""
+    """Start an attempt in processes forked from the preloaded server; the process of rank 0."""
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.trials"])
-    process = context.Process(target=attempt, args=(plan, folder), daemon=True)
-    process.start()
-    return process
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=attempt, args=(plan, folder, r, port), daemon=True) for r in range(plan.world_size)]
+    for process in ranks:
+        process.start()
+    return ranks[0]
 
 
 def finish(plan: Plan, folder: Path, attempts: int = 20, timeout: float = 120) -> dict[str, str]:
@@ -221,11 +235,21 @@ def final(folder: Path) -> dict[str, str]:
 
 
 def batches(folder: Path) -> list[dict[str, Any]]:
-    """Every batch in the order it was last trained on: what the surviving chain of checkpoints consists of."""
+    """Every batch as it was last trained on, by the surviving chain of checkpoints; the samples of all ranks together,
+    in the order of their positions."""
     path = folder / "events.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    last = {line["batch"]: line for line in lines if "batch" in line}
-    return [last[number] for number in sorted(last)]
+    shares = {(line["batch"], line["rank"]): line for line in lines if "batch" in line}
+    merged = []
+    for number in sorted({batch for batch, _ in shares}):
+        line = dict(shares[number, 0])
+        world_size = line.pop("world_size")
+        parts = [shares[number, rank]["ids"] for rank in range(world_size)]
+        ids = [0] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            ids[rank::world_size] = part
+        merged.append({**line, "ids": ids})
+    return merged
 
 
 def same_run(folder: Path, reference: Path) -> str:

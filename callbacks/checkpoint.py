@@ -105,9 +105,12 @@ class Checkpoint(ModelCheckpoint):
 
     def _save(self, trainer: L.Trainer, topk: bool = True) -> None:
         candidates = self._monitor_candidates(trainer)
+        self._save_failed = False
         # Before the first validation there is no score to rank by, yet a state to resume from.
         if topk and (self.monitor is None or self.monitor in candidates):
             self._save_topk_checkpoint(trainer, candidates)
+        if self._save_failed:
+            return
         if self._last_global_step_saved != trainer.global_step:
             self._save_resume_point(trainer, candidates)
         elif self._resume_path:
@@ -116,7 +119,6 @@ class Checkpoint(ModelCheckpoint):
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         names = ("best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score")
         before = {name: getattr(self, name) for name in names} | {"best_k_models": dict(self.best_k_models)}
-        self._save_failed = False
         super()._save_topk_checkpoint(trainer, monitor_candidates)
         if self._save_failed:
             vars(self).update(before)
