@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -32,15 +33,17 @@ from transformers import (
 from alignment.errors import UserError
 from alignment.quantize import Quantization, bitsandbytes_config, keep_4bit_as_read
 from alignment.sources import Source, adapter_config, loading, locate, locate_adapter
-from alignment.tiny import tiny_model, tiny_tokenizer
+from alignment.tiny import tiny_config, tiny_model, tiny_tokenizer
 from alignment.transforms import Transforms
 
 __all__ = [
     "LoRAConfig",
     "PolicyConfig",
     "Transforms",
+    "add_lora",
     "base_model",
     "check_vocabulary",
+    "load_architecture",
     "load_policy",
     "load_tokenizer",
     "model_digest",
@@ -262,6 +265,31 @@ def _read(source: Source, config: PolicyConfig, *, quantization: Quantization) -
     return model
 
 
+def load_architecture(config: PolicyConfig) -> PreTrainedConfig:
+    """The transformers configuration of the policy, without reading or making any weight."""
+    if config.arch is not None:
+        tokenizer = load_tokenizer(config)
+        fields = {
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            **config.arch,
+        }
+        with loading(f"an architecture of type '{fields['model_type']}'"):
+            return AutoConfig.for_model(**fields)
+    if config.name == "tiny":
+        return tiny_config()
+    source = locate(config.name)
+    arguments = _hub_arguments(config, source)
+    if source.gguf_file is not None:
+        arguments["gguf_file"] = source.gguf_file
+    with loading(f"the configuration of '{config.name}'"):
+        architecture = AutoConfig.from_pretrained(source.location, **arguments)
+    assert isinstance(architecture, PreTrainedConfig)
+    return architecture
+
+
 def _build_from_scratch(config: PolicyConfig) -> PreTrainedModel:
     dtype = config.torch_dtype or torch.float32
     if config.arch is None:
@@ -269,20 +297,12 @@ def _build_from_scratch(config: PolicyConfig) -> PreTrainedModel:
         with loading("the tiny model"):
             model.set_attn_implementation(config.attention)
         return model
-    tokenizer = load_tokenizer(config)
-    fields = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        **config.arch,
-    }
-    with loading(f"an architecture of type '{fields['model_type']}'"), _seeded(config.init_seed):
-        architecture = AutoConfig.for_model(**fields)
+    architecture = load_architecture(config)
+    with loading(f"an architecture of type '{architecture.model_type}'"), _seeded(config.init_seed):
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             architecture, dtype=torch.float32, attn_implementation=config.attention, trust_remote_code=False
         )
-    check_vocabulary(model, tokenizer)
+    check_vocabulary(model, load_tokenizer(config))
     nn.Module.to(model, dtype)
     return model
 
@@ -304,19 +324,25 @@ def _hub_arguments(config: PolicyConfig, source: Source) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- transforms
 
 
+def add_lora(model: nn.Module, lora: LoRAConfig) -> nn.Module:
+    """`model` with new adapters: its own weights frozen, A random, B zero."""
+    settings = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft says int and divides by r
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        use_rslora=lora.rslora,
+        task_type="CAUSAL_LM",
+    )
+    assert isinstance(model, PreTrainedModel)
+    return get_peft_model(model, settings)
+
+
 def _add_lora(model: nn.Module, config: PolicyConfig, lora: LoRAConfig) -> nn.Module:
     assert isinstance(model, PreTrainedModel)
     with loading(f"LoRA on '{config.name}'"), _seeded(config.init_seed):
         if lora.pretrained is None:
-            settings = LoraConfig(
-                r=lora.r,
-                lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft says int and divides by r
-                lora_dropout=lora.dropout,
-                target_modules=lora.target_modules,
-                use_rslora=lora.rslora,
-                task_type="CAUSAL_LM",
-            )
-            return get_peft_model(model, settings)
+            return add_lora(model, lora)
         folder = locate_adapter(lora.pretrained)
         settings = adapter_config(folder)
         settings.inference_mode = False

@@ -76,9 +76,9 @@ def _merge_candidates() -> list[tuple[str, str]]:
     return words + pairs
 
 
-def tiny_model(seed: int = 0, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A two-layer Llama of about 250,000 parameters with weights drawn from `seed`; random state stays as it was."""
-    config = LlamaConfig(
+def tiny_config(vocab_size: int = VOCAB_SIZE) -> LlamaConfig:
+    """Two Llama layers, about 250,000 parameters with the tiny tokenizer."""
+    return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=96,
         intermediate_size=256,
@@ -91,12 +91,16 @@ def tiny_model(seed: int = 0, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype =
         bos_token_id=1,
         eos_token_id=3,
     )
+
+
+def tiny_model(seed: int = 0, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """The model of `tiny_config` with weights drawn from `seed`; random state stays as it was."""
     # Drawn on the CPU in fp32 whatever the surrounding device or dtype context, so that a seed is one set of weights.
     # Seeding the CPU generator alone: torch.manual_seed would also reseed every accelerator.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
         model: LlamaForCausalLM = LlamaForCausalLM._from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.float32
+            tiny_config(vocab_size), dtype=torch.float32
         )
     nn.Module.to(model, dtype)
     return model

@@ -1,0 +1,317 @@
+"""How much memory a run will need, from the model's configuration alone, beside what the machine has.
+
+The parameters are counted on the meta device: nothing is downloaded but a config.json, nothing is allocated. With
+
+    b  bytes of a value in the policy's dtype      H  hidden size            I  MLP size times active experts
+    A  heads times head size                       T  tokens in one forward  W  tokens in one row of it (<= T)
+
+weights      b a parameter; 4-bit linear layers 0.516 bytes (nf4 and its scales), 8-bit ones 1 byte and 4 a row
+gradients    b a trainable parameter
+optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
+reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
+activations  T b (6 H + 4 A + 4 I + W) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
+             fp32, where norms keep fp32 values); 3 T b H after the last. With gradient checkpointing T b H a layer and
+             one whole layer. The plain log-prob path adds T V (b + 8) for its logits.
+
+The last is a model of the usual architecture, measured on Llama; the others are exact to a few hundred bytes a tensor.
+Not counted: the framework itself, buffers of gradient reduction, fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from alignment.optim import OptimConfig
+from alignment.policy import LoRAConfig, PolicyConfig, add_lora, load_architecture
+from alignment.sources import adapter_config, locate_adapter
+
+ResolvedReference = Literal["none", "cached", "adapter_off", "frozen_adapter", "copy"]
+
+EIGHT_BIT_MINIMUM = 4096
+"""Smaller tensors keep their bitsandbytes optimizer state in 32 bits."""
+SMALLEST_MICRO_BATCH = 256
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What decides the memory of a run.
+
+    Args:
+        policy: the model and its form.
+        optim: the optimizer; None for a run that trains nothing.
+        micro_batch_tokens: tokens in one forward.
+        reference: kind of reference, resolved.
+        row_tokens: tokens in the longest row, if the data has a limit; None assumes one row of all tokens.
+    """
+
+    policy: PolicyConfig
+    optim: OptimConfig | None = field(default_factory=OptimConfig)
+    micro_batch_tokens: int = 4096
+    reference: ResolvedReference = "none"
+    row_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes, for each process."""
+
+    parameters: int
+    trainable: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """What the shapes of a policy say: bytes of a value of its own weights, and every trained tensor."""
+
+    parameters: int
+    weights: int
+    value_bytes: int
+    trained: tuple[nn.Parameter, ...]
+
+
+class Estimator:
+    """Estimates plans of one architecture; policies that differ in nothing that is counted are counted once."""
+
+    def __init__(self, architecture: PreTrainedConfig) -> None:
+        self._architecture = architecture
+        self._counts: dict[str, _Counts] = {}
+
+    def __call__(self, plan: Plan) -> Estimate:
+        """The estimate of a plan."""
+        counts = self._count(replace(plan.policy, gradient_checkpointing=False))
+        trained = counts.trained if plan.optim is not None else ()
+        gradients = sum(p.nbytes for p in trained)
+        adapter = sum(p.nbytes for p in counts.trained) if plan.policy.lora is not None else 0
+        return Estimate(
+            parameters=counts.parameters,
+            trainable=sum(p.numel() for p in trained),
+            weights=counts.weights,
+            gradients=gradients,
+            optimizer=sum(_state_bytes(p, plan.optim) for p in trained if plan.optim is not None),
+            reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0),
+            activations=_activation_bytes(plan, self._architecture, counts.value_bytes),
+        )
+
+    def _count(self, config: PolicyConfig) -> _Counts:
+        key = repr(config)
+        if key not in self._counts:
+            model = _on_meta(config, self._architecture)
+            self._counts[key] = _Counts(
+                parameters=sum(p.numel() for p in model.parameters()),
+                weights=sum(_weight_bytes(model, config)),
+                value_bytes=next(p for n, p in model.named_parameters() if "lora_" not in n).element_size(),
+                trained=tuple(p for p in model.parameters() if p.requires_grad),
+            )
+        return self._counts[key]
+
+
+def estimate(plan: Plan) -> Estimate:
+    """The estimate of a plan, from its policy's configuration."""
+    return Estimator(load_architecture(plan.policy))(plan)
+
+
+def _on_meta(config: PolicyConfig, architecture: PreTrainedConfig) -> nn.Module:
+    """The model without its weights: shapes, dtypes and which parameters are trained."""
+    dtype = config.torch_dtype or architecture.dtype or torch.float32
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            architecture, dtype=dtype, trust_remote_code=config.trust_remote_code
+        )
+        if config.lora is None:
+            return model
+        if config.lora.pretrained is None:
+            return add_lora(model, config.lora)
+        settings = adapter_config(locate_adapter(config.lora.pretrained))
+        settings.inference_mode = False
+        return get_peft_model(model, settings)
+
+
+def _weight_bytes(model: nn.Module, config: PolicyConfig) -> Iterator[int]:
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        quantised = (
+            config.quantization != "none"
+            and isinstance(module, nn.Linear | Conv1D)
+            and "lora_" not in name
+            and not name.endswith(("lm_head", "embed_out"))
+        )
+        for kind, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if not quantised or kind != "weight":
+                yield parameter.nbytes
+            elif config.quantization == "8bit":
+                yield parameter.numel() + 4 * parameter.shape[0]
+            else:
+                blocks = math.ceil(parameter.numel() / 64)
+                yield math.ceil(parameter.numel() / 2) + blocks + 4 * math.ceil(blocks / 256)
+
+
+def _state_bytes(parameter: nn.Parameter, optim: OptimConfig) -> int:
+    """Optimizer state of one trained tensor."""
+    numel = parameter.numel()
+    if optim.optimizer == "sgd":
+        return parameter.nbytes if optim.betas and optim.betas[0] else 0
+    if optim.optimizer == "adamw":
+        return 2 * parameter.nbytes + 4  # and a step counter
+    states = {"lion_8bit": 1, "ademamix_8bit": 3}.get(optim.optimizer, 2)
+    if numel < EIGHT_BIT_MINIMUM:
+        return states * 4 * numel
+    return states * (numel + 4 * math.ceil(numel / 256))
+
+
+def _activation_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int:
+    """The largest sum of tensors kept for one backward pass, with values of `b` bytes. See the module's docstring."""
+    if plan.optim is None:
+        return 0
+    text = architecture.get_text_config(decoder=True)
+    tokens = plan.micro_batch_tokens
+    row = min(plan.row_tokens or tokens, tokens)
+    heads = text.num_attention_heads
+    hidden = text.hidden_size
+    attention = heads * (getattr(text, "head_dim", None) or hidden // heads)
+    # A dense configuration has no such fields, a mixture of experts has them beside or instead of the dense size.
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    mlp = experts * (
+        getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0) or 4 * hidden
+    )
+    norms = (6 if b == 4 else 8) * hidden
+    layer = tokens * b * (norms + 4 * attention + 4 * mlp + row)
+    layers = text.num_hidden_layers
+    kept = layers * tokens * b * hidden + layer if plan.policy.gradient_checkpointing else layers * layer
+    logits = tokens * text.vocab_size * (b + 8) if plan.policy.logprob_path == "plain" else 0
+    return int(kept + 3 * tokens * b * hidden + logits)
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+
+def available(device: torch.device, processes: int = 1) -> int:
+    """Bytes free for this process: of the GPU, or of main memory (within the container's limit) over `processes`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    free = psutil.virtual_memory().available
+    try:
+        limit, used = ((CGROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except FileNotFoundError:  # not in a container, or not on Linux
+        return free // processes
+    return min(free, int(limit) - int(used) if limit != "max" else free) // processes
+
+
+# -------------------------------------------------------------------------------------------------------------- advice
+
+
+def remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Settings that need less memory, the least costly first, each with the plan it leads to."""
+    policy = plan.policy
+    if plan.optim is None:
+        training: list[tuple[str, Plan]] = []
+    else:
+        micro = plan.micro_batch_tokens // 2
+        training = []
+        while micro >= SMALLEST_MICRO_BATCH:
+            training.append((f"micro_batch_tokens={micro}", replace(plan, micro_batch_tokens=micro)))
+            micro //= 2
+        if not policy.gradient_checkpointing:
+            changed = replace(policy, gradient_checkpointing=True)
+            training.append(("policy.gradient_checkpointing=true", replace(plan, policy=changed)))
+        if plan.optim.optimizer == "adamw":
+            training.append(
+                ("optim.optimizer=adamw_8bit", replace(plan, optim=replace(plan.optim, optimizer="adamw_8bit")))
+            )
+    yield from training
+    if plan.reference == "copy":
+        yield "reference=cached", replace(plan, reference="cached")
+    if policy.dtype == "float32":
+        yield "policy.dtype=bfloat16", replace(plan, policy=replace(policy, dtype="bfloat16"))
+    reference: ResolvedReference = "none" if plan.reference == "none" else "adapter_off"
+    lora = policy.lora or LoRAConfig()
+    if policy.lora is None:
+        yield "policy.lora.r=16", replace(plan, policy=replace(policy, lora=lora), reference=reference)
+    if policy.quantization == "none":
+        name = "policy.quantization=4bit" if policy.lora else "policy.lora.r=16 policy.quantization=4bit"
+        quantised = replace(policy, lora=lora, quantization="4bit")
+        yield name, replace(plan, policy=quantised, reference=reference if policy.lora is None else plan.reference)
+
+
+def advice(plan: Plan, limit: int) -> list[tuple[str, int]]:
+    """Settings that bring the plan under `limit` bytes, with the bytes each leads to.
+
+    One change at a time where one is enough; otherwise changes are added, the one that saves most first, until it fits.
+    The last entry is above the limit when nothing is enough.
+    """
+    measure = Estimator(load_architecture(plan.policy))
+    singles = [(name, measure(changed).total) for name, changed in remedies(plan)]
+    fitting = [(name, total) for name, total in singles if total <= limit]
+    if fitting:
+        largest = next((f for f in fitting if f[0].startswith("micro_batch")), None)
+        return [f for f in fitting if f == largest or not f[0].startswith("micro_batch")]
+    names: list[str] = []
+    total = measure(plan).total
+    while total > limit:
+        smallest = min(((measure(p).total, n, p) for n, p in remedies(plan)), key=lambda entry: entry[0], default=None)
+        if smallest is None or smallest[0] >= total:
+            break
+        total, name, plan = smallest
+        names.append(name)
+    return [(" ".join(names), total)] if names else []
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def report(plan: Plan, limit: int, where: str = "this machine") -> str:
+    """The table printed before a model is built, and what to change when it will not fit into `limit` bytes."""
+    found = estimate(plan)
+    policy, optim = plan.policy, plan.optim
+    form = policy.dtype if policy.quantization == "none" else f"{policy.quantization} base"
+    checkpointing = ", checkpointed" if policy.gradient_checkpointing else ""
+    rows = [
+        ("weights", found.weights, f"{found.parameters:,} parameters, {form}"),
+        ("gradients", found.gradients, f"{found.trainable:,} trainable"),
+        ("optimizer", found.optimizer, optim.optimizer if optim else "none"),
+        ("reference", found.reference, plan.reference),
+        ("activations", found.activations, f"up to {plan.micro_batch_tokens:,} tokens at a time{checkpointing}"),
+        ("total", found.total, ""),
+        ("free", limit, where),
+    ]
+    lines = ["estimated memory of each process"]
+    lines += [f"  {name:<12}{size(count):>10}  {note}".rstrip() for name, count, note in rows]
+    if found.total > limit:
+        options = advice(plan, limit)
+        lines.append("it will probably not fit; settings that need less:" if options else "it will probably not fit")
+        lines += [
+            f"  {name}: {size(total)}" + ("" if total <= limit else ", still too much") for name, total in options
+        ]
+    return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1.5 GiB, 300 MiB, 12 KiB."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"
