@@ -12,6 +12,7 @@ from torch import nn
 
 from alignment.batches import Group, GroupBatch
 from alignment.logprobs import BF16_BOUND, LogProbEngine
+from alignment.probe import obstacle
 from tests.architectures import DENSE, MIXTURES, PLAIN_ONLY, build, ragged_batch, token_ids
 
 ARCHITECTURES = {**DENSE, **MIXTURES}
@@ -264,6 +265,26 @@ def test_a_head_that_the_config_does_not_describe_is_found_by_the_probe():
     engine.verify()
     assert engine.path == "plain"
     assert "log-probs differ" in engine.reason
+
+
+def test_flash_attention_is_an_obstacle():
+    model = build(DENSE["llama"]())
+    model.config._attn_implementation = "flash_attention_2"
+    assert "flash_attention_2" in obstacle(model.model, model.lm_head, model.config)
+    model.config._attn_implementation = "sdpa"
+    assert obstacle(model.model, model.lm_head, model.config) == ""
+
+
+def test_autocast_around_the_first_call_does_not_cost_the_shared_path():
+    model, batch = build(DENSE["llama"]()), ragged_batch()
+    engine = LogProbEngine(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logps = engine(batch).logps
+        expected = LogProbEngine(model, path="plain")(batch).logps
+    assert engine.path == "shared"
+    torch.testing.assert_close(logps, expected, atol=BF16_BOUND, rtol=0)
+    logps.sum().backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
 
 
 def test_verify_leaves_modes_and_gradients_alone():
