@@ -27,10 +27,10 @@ def share(values: Tensor, weights: Tensor, total: float) -> Tensor:
     """[K], [K] -> 0-dim: this micro-batch's part of a weighted mean whose weights sum to `total` over batch and ranks.
 
     Entries of weight 0 are dropped, not multiplied by zero: a NaN there does not reach the sum, and the gradient with
-    respect to such a value is exactly 0. `total` 0 (nothing to train on anywhere) gives 0.
+    respect to such a value is exactly 0. `total` 0 (nothing to train on anywhere) gives 0; a NaN total gives NaN.
     """
     kept = torch.where(weights > 0, values * weights, torch.zeros_like(values))
-    return kept.sum() / total if total > 0 else kept.sum() * 0.0
+    return kept.sum() * 0.0 if total == 0 else kept.sum() / total
 
 
 def weighted(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

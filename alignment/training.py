@@ -115,14 +115,14 @@ class TrainingMixin(L.LightningModule):
 
     def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
         """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""
-        own = {k: v for k, v in metrics.items() if k not in self.loss_terms or len(self.loss_terms) > 1}
+        own = {k: v for k, v in metrics.items() if k != "loss"}  # of one update the exact loss is known
         self._train_window.update(own)
         if distributed.rank() == 0:
             one = torch.ones((), dtype=torch.float64)
             values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
             self._train_window.update({k: (torch.tensor(v, dtype=torch.float64), one) for k, v in values.items()})
 
-    def note_batch_size(self, groups: int) -> None:
+    def note_batch_size(self, groups: float) -> None:
         """Warn once about a batch so small that gradients are noisy. `groups` counts over all ranks."""
         if not self._batch_size_noted and 0 < groups < SMALL_BATCH and distributed.rank() == 0:
             log.warning("a batch of %d groups: below %d gradients are noisy (data.batch_size)", groups, SMALL_BATCH)

@@ -116,7 +116,7 @@ def _reduce_bucket(bucket: Sequence[nn.Parameter]) -> None:
 def accumulate(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, keep_groups: bool) -> tuple[Tensor, Metrics]:
     """Backward of every micro-batch into `.grad`. Returns this rank's share of the loss (float64) and its metrics."""
     counts = Counts.of(batch)
-    module.note_batch_size(int(counts.prompts))
+    module.note_batch_size(counts.prompts)
     loss = torch.zeros((), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
     with _without_ddp_reduction(module):

@@ -71,8 +71,8 @@ def test_first_gradient(name: str, one: Results, two: list[Results]) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_losses_and_metrics(name: str, one: Results, two: list[Results]) -> None:
-    """Losses to 1e-5 over 20 steps with unequal token counts and a last batch that leaves a rank without rows; the first
-    step's metrics and those of an untrained validation to 1e-6."""
+    """Losses to 1e-5 over 20 steps with unequal token counts and a last batch that leaves a rank without rows; metrics
+    of the first step and of an untrained validation to 1e-6."""
     for rank in two:
         assert len(rank[name]["logged"]) == ddp_checks.STEPS
         for a, b in zip(rank[name]["logged"], one[name]["logged"], strict=True):

@@ -172,6 +172,10 @@ def test_share_of_nothing_is_zero_with_a_graph() -> None:
     assert values.grad.tolist() == [0.0]
 
 
+def test_share_of_an_unknown_whole_is_not_finite() -> None:
+    assert math.isnan(float(share(torch.tensor([2.0]), torch.tensor([math.nan]), math.nan)))
+
+
 def test_token_nll_is_zero_where_unscored() -> None:
     logps = torch.tensor([-1.0, math.nan, -3.0])
     assert token_nll(logps, torch.tensor([True, False, True])).tolist() == [1.0, 0.0, 3.0]
