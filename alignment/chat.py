@@ -14,6 +14,7 @@ do not end).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
+_ANCHOR = "\n"
 # A private-use character: stands around a message's number while a template is rendered without the message's text.
 _MARK = "\ue0f0"
 
@@ -108,9 +110,12 @@ class ChatEncoder:
         if tok.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-text token; set its eos_token so that completions can end")
         self._eos: int = tok.eos_token_id
-        self._end: int
-        self._trims: bool
-        self._end, self._trims = (self._eos, False) if self.template == "raw" else self._probe_turn_end()
+        # Tokenizers of the SentencePiece kind put a space before every text; a completion must not get one.
+        spaced = tok.convert_ids_to_tokens(_ids(tok, "a"))[0].startswith("\u2581")
+        self._anchor = _ids(tok, _ANCHOR) if spaced else []
+        raw = self.template == "raw"
+        turn: tuple[int, bool, str] = (self._eos, False, "") if raw else self._probe_turn()
+        self._end, self._trims, self._lead = turn
 
     # ------------------------------------------------------------------ public
 
@@ -133,9 +138,11 @@ class ChatEncoder:
         return self._one_bos(self._encode(self._render(messages, generation=True)))
 
     def completion(self, text: str, *, end: bool = True, raw: bool = False) -> list[int]:
-        """Ids of a completion: its text, then (with `end`) the end of the turn, once."""
-        stripped = text.strip() if self._trims and not raw else text
-        ids = self._encode([(stripped, True)])
+        """Ids of a completion: its text, then (with `end`) the end of the turn, once. What the template writes between
+        the generation prompt and the assistant's text (a space, an empty block of thoughts) belongs to it."""
+        if not raw:
+            text = text.strip() if self._trims else text
+        ids = self._encode([("" if raw else self._lead, False), (text, True)], after=True) if text else []
         stop = self._eos if raw else self._end
         return [*ids, stop] if end and ids and ids[-1] != stop else ids
 
@@ -226,15 +233,19 @@ class ChatEncoder:
             segments.append((cores[int(part)], int(part)) if i % 2 else (part, None))
         return segments
 
-    def _probe_turn_end(self) -> tuple[int, bool]:
-        """(the token that ends an assistant turn, whether the template trims the turn), read off a rendered turn."""
-        text = self._apply([Message("user", "x"), Message("assistant", f"\t{_MARK}\t")], generation=False)
+    def _probe_turn(self) -> tuple[int, bool, str]:
+        """(the token that ends an assistant turn, whether the template trims the turn, what it writes between the
+        generation prompt and the turn), read off a rendered turn."""
+        asked = Message("user", "x")
+        text = self._apply([asked, Message("assistant", f"\t{_MARK}\t")], generation=False)
         before, found, after = text.rpartition(_MARK)
         if not found:
             raise UserError("the chat template does not show the assistant's text; use template 'plain'")
         trims = not (before.endswith("\t") and after.startswith("\t"))
         match = self._control_re.search(after) if self._control_re else None
-        return (self._control[match.group()] if match else self._eos), trims
+        before, prompt = before.removesuffix("\t"), self._apply([asked], generation=True)
+        lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
+        return (self._control[match.group()] if match else self._eos), trims, lead
 
     def _all_turns(self, messages: Sequence[Message]) -> tuple[list[int], list[int], list[bool]]:
         """(prompt, completion, scored) of a whole conversation: every assistant turn with its end is scored."""
@@ -244,7 +255,10 @@ class ChatEncoder:
         if [i for i in shown if i in replies] != replies:
             raise UserError("the chat template rewrites earlier turns; train_on 'all' needs one that shows all of them")
         first = next(s for s, (_, i) in enumerate(segments) if i in replies)
-        prompt = self._one_bos(self._encode([(text, i is not None) for text, i in segments[:first]]))
+        asked = [(text, i is not None) for text, i in segments[:first]]
+        if not asked[-1][1]:
+            asked[-1] = (asked[-1][0].removesuffix(self._lead), False)
+        prompt = self._one_bos(self._encode(asked))
         ids: list[int] = []
         scored: list[bool] = []
         between: list[tuple[str, bool]] = []
@@ -252,7 +266,10 @@ class ChatEncoder:
             if i not in replies:
                 between.append((text, i is not None))
                 continue
-            filler = self._encode(between)
+            text_before, content = between[-1] if between else ("", False)
+            if not content and text_before.endswith(self._lead):  # the completion adds it itself
+                between[-1:] = [(text_before.removesuffix(self._lead), False)]
+            filler = self._encode(between, after=True)
             # The turn's end belongs to the turn before; the completion adds it once itself.
             filler = filler[filler.index(self._end) + 1 :] if ids and self._end in filler else filler
             turn = self.completion(text)
@@ -263,12 +280,12 @@ class ChatEncoder:
 
     # ------------------------------------------------------------------ tokenising
 
-    def _encode(self, segments: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of the joined segments. Control strings count in template text, not in content."""
-        if self.allow_special or self._control_re is None:
-            return _ids(self.tokenizer, "".join(text for text, _ in segments))
-        if not any(content and self._control_re.search(text) for text, content in segments):
-            return _ids(self.tokenizer, "".join(text for text, _ in segments))
+    def _encode(self, segments: Sequence[tuple[str, bool]], *, after: bool = False) -> list[int]:
+        """Ids of the joined segments. Control strings count in template text, not in content. `after`: other text
+        stands before, so nothing is put in front."""
+        control = None if self.allow_special else self._control_re
+        if control is None or not any(content and control.search(text) for text, content in segments):
+            return self._tokens("".join(text for text, _ in segments), after=after)
         ids: list[int] = []
         stretch = ""
         for text, content in segments:
@@ -276,27 +293,31 @@ class ChatEncoder:
                 stretch += text
                 continue
             end = 0
-            for match in self._control_re.finditer(text):
-                ids += [*self._neutral(stretch + text[end : match.start()]), self._control[match.group()]]
+            for match in control.finditer(text):
+                ids += self._neutral(stretch + text[end : match.start()], after and not ids)
+                ids.append(self._control[match.group()])
                 stretch, end = "", match.end()
             stretch += text[end:]
-        return ids + self._neutral(stretch)
+        return ids + self._neutral(stretch, after and not ids)
 
-    def _neutral(self, text: str) -> list[int]:
+    def _tokens(self, text: str, *, split: bool = False, after: bool = False) -> list[int]:
+        if after and self._anchor:
+            ids = _ids(self.tokenizer, _ANCHOR + text, split=split)
+            if ids[: len(self._anchor)] == self._anchor:
+                return ids[len(self._anchor) :]
+        return _ids(self.tokenizer, text, split=split)
+
+    def _neutral(self, text: str, after: bool = False) -> list[int]:
         """Ids of a text in which nothing is a control token."""
         if not text:
             return []
-        ids = _ids(self.tokenizer, text, split=True)
+        ids = self._tokens(text, split=True, after=after)
         if self._control_re is None or not set(ids) & set(self._control.values()):
             return ids
         # Added tokens that are not flagged as special ignore `split_special_tokens`: break their strings in two.
-        out: list[int] = []
-        start = 0
-        for match in self._control_re.finditer(text):
-            middle = match.start() + 1
-            out += _ids(self.tokenizer, text[start:middle], split=True)
-            start = middle
-        return out + _ids(self.tokenizer, text[start:], split=True)
+        cuts = [0, *(match.start() + 1 for match in self._control_re.finditer(text)), len(text)]
+        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
+        return [i for n, piece in enumerate(pieces) for i in self._tokens(piece, split=True, after=after or n > 0)]
 
     def _one_bos(self, ids: list[int], fallback: bool = False) -> list[int]:
         """Exactly one BOS in front where the tokenizer or the template writes one. With `fallback` an empty prompt gets

@@ -1,8 +1,12 @@
-"""Text to ids: one BOS, no smuggled control tokens, prompts as prefixes, cuts on the right side (CASES C5, C24, C26)."""
+"""Text to ids: one BOS, no smuggled control tokens, prompts as prefixes, cuts on the right side (C5, C24, C26)."""
+
+import string
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from alignment import chat
 from alignment.batches import Group, GroupBatch
@@ -236,3 +240,48 @@ def test_digest_follows_what_changes_ids(tiny_tokenizer):
     other_template.chat_template += " "
     other_vocabulary.add_tokens(["<new>"])
     assert len({tokenizer_digest(t) for t in (same, other_template, other_vocabulary)}) == 3
+
+
+# ---------------------------------------------------------------------- what the template writes before an answer
+
+
+def test_text_between_generation_prompt_and_answer_belongs_to_the_completion():
+    tok = build_tokenizer()
+    tok.chat_template = tok.chat_template.replace(
+        "{% generation %}{{ message['content']", "{% generation %}{{ '<think><bos></think>' + message['content']"
+    )
+    encoder = ChatEncoder(tokenizer=tok)
+    ids = encoder.completion("<bos>Yes")
+    assert text_of(tok, ids) == "<think><bos></think><bos>Yes<|im_end|>"
+    assert ids.count(BOS) == 1  # the template's; the answer's is text
+    talk = [Message("user", "q1"), Message("assistant", "a1"), Message("user", "q2")]
+    row = encoder.encode(talk, ["a2"], train_on="all")
+    assert text_of(tok, row.prompt).endswith("assistant\n")
+    (row_ids,), (mask,) = row.completions, row.scored
+    scored = [i for i, kept in zip(row_ids, mask, strict=True) if kept]
+    assert text_of(tok, scored) == "<think><bos></think>a1<|im_end|><think><bos></think>a2<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def spaced_tokenizer():
+    """A tokenizer of the SentencePiece kind: it puts a space before every text it is given."""
+    letters = [*string.ascii_letters, *"\n.:</>\u2581"]
+    vocabulary = {t: i for i, t in enumerate(["<unk>", "<s>", "</s>", *letters, "\u2581a"])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u2581", "a")], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    core.decoder = decoders.Metaspace(prepend_scheme="always")
+    core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def test_a_completion_gets_no_space_of_its_own(spaced_tokenizer):
+    tok = spaced_tokenizer
+    assert tok.convert_ids_to_tokens(tok("use")["input_ids"])[0] == "\u2581"
+    encoder = ChatEncoder(tokenizer=tok)
+    for text in (" a time", "sure", "\nHi a"):
+        row = encoder.encode("Once upon", [text], raw=True)
+        joined = tok.convert_ids_to_tokens([*row.prompt, *row.completions[0][:-1]])
+        assert "".join(joined) == ("\u2581Once upon" + text).replace(" ", "\u2581")
+    assert "\u2581" not in tok.convert_ids_to_tokens(encoder.completion("sure"))
+    assert tok.convert_ids_to_tokens(encoder.completion("a</s>"))[:1] == ["a"]
+    assert encoder.completion("a</s>").count(tok.eos_token_id) == 1
