@@ -200,6 +200,7 @@ _CLOSINGS = (
     "We are here to help any time.",
     "Enjoy your day!",
 )
+_SYSTEM = "You are a support agent. {p}. {facts}"
 _CURT = ("{v}.", "It says {v}.", "{v}. See the page.", "{v}. Read the FAQ.", "{v}, as listed.")
 _PADDING = (
     "This is one of the things that quite a lot of people want to know before they decide about one of our products.",
@@ -239,6 +240,21 @@ def product_names(split: Split) -> tuple[str, ...]:
     return tuple(names[start:stop])
 
 
+def syllables() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(beginnings, endings) of product names."""
+    return _FIRST, _LAST
+
+
+def texts() -> list[str]:
+    """Every text rows are put together from, but for product names: what a closed vocabulary has to hold."""
+    said = [*_THINGS, *_OPENINGS, *_CLOSINGS, *_CURT, *_PADDING, *_EVASIVE, _SYSTEM.format(p="", facts="")]
+    for a in ATTRIBUTES.values():
+        said += [f"{a.label}: .", *a.values, *a.questions, *a.answers]
+    # A reply may begin with its value.
+    said += [v[0].upper() + v[1:] for v in ATTRIBUTES["colours"].values]
+    return [text.format(p="", v="") for text in said]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """One customer's question about one product, with the FAQ the agent sees."""
@@ -268,7 +284,7 @@ def _question(draws: _Draws, names: Sequence[str]) -> Question:
         product=product,
         attribute=asked,
         answer=facts[asked],
-        system=f"You are a support agent. {product}. {lines}",
+        system=_SYSTEM.format(p=product, facts=lines),
         user=draws.pick(ATTRIBUTES[asked].questions).format(p=product),
     )
 
@@ -361,7 +377,7 @@ def _values(text: str, attribute: Attribute) -> set[str]:
     if not attribute.unit:
         return set(re.findall(rf"\b({'|'.join(_COLOURS)})\b", text))
     text = re.sub(r"\b(" + "|".join(_WORDS) + r")\b", lambda m: _WORDS[m.group()], text)
-    text = re.sub(r"\$\s?(\d+)", r"\1 dollars", text)
+    text = re.sub(r"\$\s?(\d+(?:\.\d+)?)", r"\1 dollars", text)
     text = re.sub(r"(\d)\.00\b", r"\1", text)
     return set(re.findall(rf"(?<![\d.])(\d+(?:\.\d+)?) {attribute.unit[:-1]}s?\b", text))
 

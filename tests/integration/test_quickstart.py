@@ -1,0 +1,76 @@
+"""The quickstart end to end on the model that needs no download, smaller than `make quickstart MODEL=tiny`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from alignment import quickstart
+from alignment.quickstart_report import COLUMNS, Report
+
+PROMPTS = 16
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> tuple[Path, Report]:
+    root = tmp_path_factory.mktemp("quickstart")
+    arguments = ["--model", "tiny", "--root", str(root), "--rows", "1024", "--prompts", str(PROMPTS)]
+    assert quickstart.main([*arguments, "--figure", str(root / "picture.png")]) == 0
+    (summary,) = root.glob("runs/quickstart/*/quickstart.json")
+    return root, Report.from_json(summary.read_text())
+
+
+@pytest.mark.slow
+def test_every_number_is_there_and_finite(done):
+    _, report = done
+    assert tuple(report.scores) == COLUMNS
+    for score in report.scores.values():
+        assert all(math.isfinite(value) for value in score.numbers.values())
+        assert len(score.replies) == PROMPTS
+        assert 0 < score.length <= 48
+
+
+@pytest.mark.slow
+def test_the_start_is_the_zero_of_what_is_measured_against_it(done):
+    before = done[1].scores["before"]
+    assert (before.preference_accuracy, before.reward_margin, before.kl) == (0.5, 0.0, 0.0)
+
+
+@pytest.mark.slow
+def test_training_moves_the_policy_and_dpo_gains_preference(done):
+    _, report = done
+    before, sft, dpo = (report.scores[name] for name in COLUMNS)
+    assert sft.kl > 0.5
+    assert dpo.preference_accuracy > max(before.preference_accuracy, sft.preference_accuracy)
+    assert dpo.reward_margin > max(sft.reward_margin, 0.0)
+
+
+@pytest.mark.slow
+def test_what_it_leaves_behind(done):
+    root, report = done
+    assert (root / "picture.png").stat().st_size > 5_000
+    (page,) = root.glob("runs/quickstart/*/quickstart.md")
+    assert f"| preference accuracy | 50% | {report.scores['SFT'].preference_accuracy:.0%} |" in page.read_text()
+    for stage in ("sft", "dpo"):
+        folder = root / "models" / "quickstart-tiny" / stage
+        assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 200_000
+        assert AutoTokenizer.from_pretrained(folder).chat_template
+    with sqlite3.connect(root / "mlflow.db") as database:
+        steps = database.execute("select step from metrics where key = 'heldout/right' order by step").fetchall()
+        names = {name for (name,) in database.execute("select name from runs")}
+    assert steps == [(0,), (1,), (2,)]
+    assert {"sft_tiny", "dpo_tiny", "before-after-tiny"} <= names
+    (replies,) = root.glob("artifacts/**/replies.json")
+    assert "before" in json.loads(replies.read_text())["columns"]
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert quickstart.main(["--model", str(tmp_path / "nothing"), "--root", str(tmp_path)]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("quickstart: ")
