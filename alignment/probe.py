@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 # Runs one path ("shared" or "plain") over a batch; log-probs, entropies (without an LM head: neither) and final states.
 RunPath = Callable[[str, GroupBatch], "TokenStats"]
 
-# Relative to the size of a hidden state, and in nats for log-probs. A wrong mask or head is off by far more than
-# rounding, which reaches about 1e-6 in fp32 and a few percent in a deep bf16, fp16, 8-bit or 4-bit model.
-FP32_TOLERANCE = 1e-4
-LOW_PRECISION_TOLERANCE = 5e-2
+# Allowed between the paths: of a hidden state relative to its size, and of log-probs and entropies on average in nats.
+# SmolLM2-135M measured 1e-6 and 3e-6 in fp32, 0.013 and 0.027 in bf16; with a wrong mask 0.66 and 0.60 in either.
+FP32_TOLERANCE = {"hidden states": 1e-4, "log-probs": 1e-4, "entropies": 1e-4}
+LOW_PRECISION_TOLERANCE = {"hidden states": 0.1, "log-probs": 0.15, "entropies": 0.15}
 
 # Windows up to this many tokens are crossed by the probe; a longer one is taken from the config unseen.
 _LONGEST_WINDOW = 256
@@ -67,7 +67,7 @@ def check_causal(name: str, probe: Probe, run: RunPath) -> None:
     """Raises ValueError if changing a completion's last token changes the state of an earlier one."""
     batch, changed = probe.batch(), probe.batch(last=1)
     same = batch.completion_ids == changed.completion_ids
-    if _state_gap(run("plain", batch), run("plain", changed), same) > LOW_PRECISION_TOLERANCE:
+    if _state_gap(run("plain", batch), run("plain", changed), same) > LOW_PRECISION_TOLERANCE["hidden states"]:
         raise ValueError(f"{name} lets a token see later ones; give a causal language model")
 
 
@@ -100,7 +100,7 @@ def difference(probe: Probe, run: RunPath, *, low_precision: bool) -> str:
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         # model code that does not know such masks fails in its own way: finding that out is what the probe is for
         return f"it does not take the masks ({type(error).__name__}: {error})"
-    tolerance = LOW_PRECISION_TOLERANCE if low_precision else FP32_TOLERANCE
+    allowed = LOW_PRECISION_TOLERANCE if low_precision else FP32_TOLERANCE
     everywhere = torch.ones_like(batch.scored)
     gaps = {
         "hidden states": _state_gap(plain, shared, everywhere),
@@ -108,8 +108,8 @@ def difference(probe: Probe, run: RunPath, *, low_precision: bool) -> str:
         "entropies": _mean_gap(plain.entropy, shared.entropy),
     }
     # "not <=" so that a NaN counts as a difference
-    wrong = {name: gap for name, gap in gaps.items() if not gap <= tolerance}
-    return ", ".join(f"its {name} differ by {gap:.2g} (allowed {tolerance:g})" for name, gap in wrong.items())
+    wrong = {name: gap for name, gap in gaps.items() if not gap <= allowed[name]}
+    return ", ".join(f"its {name} differ by {gap:.2g} (allowed {allowed[name]:g})" for name, gap in wrong.items())
 
 
 def _state_gap(a: TokenStats, b: TokenStats, where: Tensor) -> float:

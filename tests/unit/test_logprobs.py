@@ -240,8 +240,9 @@ class Deaf(nn.Module):
         return self.attention(*args, attention_mask=torch.ones(1, 1, width, width).bool().tril(), **kwargs)
 
 
-def test_a_model_that_ignores_the_mask_is_found_by_the_probe(caplog):
-    model = build(DENSE["llama"]())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_model_that_ignores_the_mask_is_found_by_the_probe(dtype, caplog):
+    model = build(DENSE["llama"](), dtype=dtype)
     model.model.layers[1].self_attn = Deaf(model.model.layers[1].self_attn)
     engine = LogProbEngine(model)
     with caplog.at_level(logging.WARNING, logger="alignment"):
