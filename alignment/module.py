@@ -9,16 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
+import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from alignment import memory
 from alignment.batches import GroupBatch
 from alignment.checkpoint import load_module
 from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer
+from alignment.protocols import FiniteGroups, SizedBatches
 from alignment.training import TrainingMixin, as_config
 from alignment.transforms import Stage, Transform, Transforms
 
@@ -67,11 +72,33 @@ class PolicyMixin(TrainingMixin):
         if self._built:
             return
         self._built = True
+        if self._trainer is not None:
+            self._report_memory(self._trainer)
         self.policy = self.build_policy(self.policy_config)
         self.engine = self.build_engine(self.policy)
         lora = self.policy_config.lora
         self.dropout_on = self.policy_config.dropout or (lora is not None and lora.dropout > 0)
         self.build_parts()
+
+    def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
+        """What the estimate of memory is made of. Without `micro_batch_tokens` a finite data set gives the bound."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        longest = 0
+        if isinstance(data, FiniteGroups) and trainer.state.fn == TrainerFn.FITTING:
+            longest = max((group.tokens for group in data.groups("train")), default=0)
+        tokens = self.micro_batch_tokens
+        if tokens is None:
+            tokens = longest * data.batch_size if isinstance(data, SizedBatches) else 0
+        optim = self.optim if trainer.state.fn == TrainerFn.FITTING else None
+        return memory.Plan(
+            policy=self.policy_config, optim=optim, micro_batch_tokens=tokens, row_tokens=longest or None
+        )
+
+    def _report_memory(self, trainer: L.Trainer) -> None:
+        device = self.target_device
+        free = memory.available(device, processes=trainer.num_devices)
+        where = "this machine" if device.type == "cpu" else str(device)
+        rank_zero_info(memory.report(self.memory_plan(trainer), free, where))
 
     def build_policy(self, config: PolicyConfig) -> nn.Module:
         """A policy in the dtype and on the device it will train on, so that what is checked now is what runs later."""

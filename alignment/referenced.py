@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from alignment import memory
 from alignment.batches import GroupBatch
 from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
@@ -19,6 +21,7 @@ from alignment.reference import Reference, ReferenceKind
 from alignment.reference_cache import tokenizer_digest
 
 Split = Literal["train", "val", "test", "predict"]
+ResolvedKind = Literal["cached", "adapter_off", "frozen_adapter", "copy"]
 
 SPLITS: dict[TrainerFn, tuple[Split, ...]] = {
     TrainerFn.FITTING: ("train", "val"),
@@ -49,10 +52,18 @@ class ReferencedMixin(PolicyMixin):
 
     def build_parts(self) -> None:
         super().build_parts()
-        finite = self._trainer is not None and covers_data(self._trainer)
-        self.reference = Reference.build(
-            self.reference_kind, self.policy, self.policy_config, self.build_engine, finite_data=finite
-        )
+        self.reference = Reference.build(self._resolved_kind(), self.policy, self.policy_config, self.build_engine)
+
+    def _resolved_kind(self) -> ResolvedKind:
+        if self.reference_kind != "auto":
+            return self.reference_kind
+        lora = self.policy_config.lora
+        if lora is not None:
+            return "adapter_off" if lora.pretrained is None else "frozen_adapter"
+        return "cached" if self._trainer is not None and covers_data(self._trainer) else "copy"
+
+    def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
+        return replace(super().memory_plan(trainer), reference=self._resolved_kind())
 
     def configure_model(self) -> None:
         super().configure_model()
