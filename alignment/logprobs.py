@@ -212,14 +212,15 @@ class LogProbEngine:
         if self._verified:
             return
         name = type(self._inner).__name__
+        low = _is_low_precision(self._inner)
         probe = Probe(config=self._config, device=next(self._inner.parameters()).device)
         with _evaluating(self._model), torch.no_grad(), torch.autocast(probe.device.type, enabled=False):
-            check_causal(name, probe, self._probe_path)
+            check_causal(name, probe, self._probe_path, low_precision=low)
             if self._asked == "plain":
                 reason = "it was asked for"
             else:
                 reason = obstacle(self._trunk, self._head, self._config)
-                reason = reason or difference(probe, self._probe_path, low_precision=_is_low_precision(self._inner))
+                reason = reason or difference(probe, self._probe_path, low_precision=low)
         if reason and self._asked == "shared":
             raise ValueError(f"the shared path does not fit {name}: {reason}; use path='auto'")
         self.path, self.reason = ("plain", reason) if reason else ("shared", "")

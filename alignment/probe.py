@@ -63,11 +63,12 @@ class Probe:
         return max(1, min(longest - room, max(12, *(s + 3 for s in spans if s <= _LONGEST_WINDOW))))
 
 
-def check_causal(name: str, probe: Probe, run: RunPath) -> None:
+def check_causal(name: str, probe: Probe, run: RunPath, *, low_precision: bool) -> None:
     """Raises ValueError if changing a completion's last token changes the state of an earlier one."""
     batch, changed = probe.batch(), probe.batch(last=1)
     same = batch.completion_ids == changed.completion_ids
-    if _state_gap(run("plain", batch), run("plain", changed), same) > LOW_PRECISION_TOLERANCE["hidden states"]:
+    allowed = LOW_PRECISION_TOLERANCE if low_precision else FP32_TOLERANCE
+    if _state_gap(run("plain", batch), run("plain", changed), same) > allowed["hidden states"]:
         raise ValueError(f"{name} lets a token see later ones; give a causal language model")
 
 
