@@ -79,7 +79,8 @@ class Scorecard:
     def score(self, policy: nn.Module) -> Score:
         """Score one policy (set to evaluation mode)."""
         model = cast(PreTrainedModel, policy.eval())
-        rewards = self.beta * (self._pair_logps(model) - self._start_logps).view(-1, 2)
+        logps = self._start_logps if model is self.start else self._pair_logps(model)
+        rewards = self.beta * (logps - self._start_logps).view(-1, 2)
         margins = (rewards[:, 0] - rewards[:, 1]).double()
         wins = (margins > 0).double() + 0.5 * (margins == 0).double()
         replies: list[str] = []
