@@ -27,6 +27,7 @@ from jsonargparse import Namespace
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.enums import StrEnum
@@ -83,7 +84,7 @@ class RecordRun(SaveConfigCallback):
         datamodule = getattr(trainer, "datamodule", None)
         for logger in _tracking(trainer):
             suffix = f"-{logger.resumes}" if logger.resumes else ""
-            logger.log_text(text, f"config/{stage}{suffix}.yaml")
+            logger.log_text(text, f"config/{TrainerFn(stage).value}{suffix}.yaml")
             if isinstance(datamodule, HasDatasetInputs):
                 logger.log_datasets(datamodule.dataset_inputs())
 

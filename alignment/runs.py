@@ -20,7 +20,7 @@ _LONGEST = 80
 def safe_name(text: str) -> str:
     """A folder name that stays one folder deep. Names it had to change get a hash, so that two of them stay apart."""
     name = _SAFE.sub("_", text).lstrip(".")[:_LONGEST]
-    if name == text:
+    if name and name == text:
         return name
     return f"{name or 'unnamed'}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
 

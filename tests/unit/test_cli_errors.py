@@ -98,10 +98,11 @@ VALUES = [
 ]
 KEYS = [
     *["model", "data", "trainer", "seed_everything", "ckpt_path", "weights_only", "unknown", "__class__", "''", "123"],
-    *["trainer.logger", "trainer.callbacks", "trainer.devices", "trainer.max_steps", "trainer.plugins", "trainer.strategy"],
-    *["trainer.precision", "trainer.profiler", "trainer.limit_train_batches", "trainer.max_time", "trainer.unknown"],
-    *["trainer.barebones", "model.class_path", "model.init_args", "model.init_args.beta", "model.init_args.optim"],
-    *["model.init_args.step", "model.init_args.note", "model.unknown", "data.init_args.path", "data.init_args.rows"],
+    *["trainer.logger", "trainer.callbacks", "trainer.devices", "trainer.max_steps", "trainer.plugins"],
+    *["trainer.strategy", "trainer.precision", "trainer.profiler", "trainer.limit_train_batches", "trainer.max_time"],
+    *["trainer.unknown", "trainer.barebones", "model.class_path", "model.init_args", "model.init_args.beta"],
+    *["model.init_args.optim", "model.init_args.step", "model.init_args.note", "model.unknown"],
+    *["data.init_args.path", "data.init_args.rows"],
 ]
 
 
