@@ -101,11 +101,9 @@ class PolicyMixin(TrainingMixin):
         rank_zero_info(memory.report(self.memory_plan(trainer), free, where))
 
     def build_policy(self, config: PolicyConfig) -> nn.Module:
-        """A policy in the dtype and on the device it will train on, so that what is checked now is what runs later."""
+        """A policy on the device it will train on, so that what is checked now is what runs later."""
         policy = load_policy(config, self.transforms)
         check_vocabulary(policy, self.tokenizer)
-        if self._trainer is not None:
-            policy = self._trainer.precision_plugin.convert_module(policy)
         return policy.to(self.target_device)
 
     def build_engine(self, policy: nn.Module) -> LogProbEngine:

@@ -34,6 +34,9 @@ T = TypeVar("T")
 
 STATE_KEY = "alignment"
 
+# 16-mixed scales the loss, which `update` does not undo; the -true ones would round log-probs and weights of the batch.
+PRECISIONS = ("32-true", "bf16-mixed")
+
 
 class TrainingMixin(L.LightningModule):
     """Base of all modules. A subclass defines `loss(micro, counts)` and, for more than one update per batch, overrides
@@ -87,6 +90,17 @@ class TrainingMixin(L.LightningModule):
         return {}
 
     # ------------------------------------------------------------------ training
+
+    def setup(self, stage: str) -> None:
+        """Refuse Trainer settings under which training would be wrong. A subclass that overrides this calls super."""
+        strategy, precision = self.trainer.strategy, str(self.trainer.precision)
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise UserError(f"trainer.strategy {type(strategy).__name__} is not supported; use auto or ddp")
+        if precision not in PRECISIONS:
+            raise UserError(
+                f"trainer.precision {precision} is not supported; use {' or '.join(PRECISIONS)}, and policy.dtype for "
+                "the number format of the weights"
+            )
 
     def update(self, batch: GroupBatch, loss_fn: engine.LossFn, *, keep_groups: bool = True) -> None:
         """One optimizer step; see `alignment.update.update`."""
@@ -174,11 +188,6 @@ class TrainingMixin(L.LightningModule):
     # ------------------------------------------------------------------ optimizer and schedule
 
     def configure_optimizers(self) -> Any:
-        strategy, precision = self.trainer.strategy, str(self.trainer.precision)
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-            raise UserError(f"trainer.strategy {type(strategy).__name__} is not supported; use auto or ddp")
-        if precision == "16-mixed":
-            raise UserError("trainer.precision 16-mixed scales the loss, which update() does not undo; use bf16-mixed")
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         size = data.batch_size if isinstance(data, SizedBatches) else None
         optimizer = build_optimizer(self.named_parameters(), self.optim, peak_lr(self.optim, size))

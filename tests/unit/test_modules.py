@@ -404,3 +404,36 @@ def test_heads_start_differently() -> None:
     module = built(members=3)
     assert isinstance(module.heads, RewardHeads)
     assert module.heads.weight.detach().std(dim=0).min().item() > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_precisions_that_would_change_the_batch_are_refused(precision: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"policy\.dtype"):
+        run(SFT(policy=TINY), ToyData(groups(4, 1)), tmp_path, precision=precision)
+
+
+@pytest.mark.parametrize("reference", ["copy", "cached"])
+def test_mixed_precision_starts_at_ln_2(reference: Any, tmp_path: Path) -> None:
+    """The reference is computed under the same autocast as the policy."""
+    module = DPO(policy=TINY, reference=reference, optim=OPTIM)
+    capture = run(module, ToyData(groups(16, 2)), tmp_path, precision="bf16-mixed")
+    assert capture.logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert capture.logged[1]["loss"] != capture.logged[0]["loss"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "ademamix_8bit"])
+def test_8bit_state_resumes_exactly(optimizer: Any, tmp_path: Path) -> None:
+    """2 + 2 steps through a checkpoint equal 4, bit for bit."""
+    rows = groups(32, 1)
+    optim = OptimConfig(lr=1e-3, optimizer=optimizer, schedule="constant")
+    whole, first, second = (SFT(policy=TINY, optim=optim) for _ in range(3))
+    settings: dict[str, Any] = {"limit_val_batches": 0, "plugins": [SafeCheckpointIO()]}
+    trainer(tmp_path, max_steps=4, **settings).fit(whole, datamodule=ToyData(rows))
+    t = trainer(tmp_path, max_steps=2, **settings)
+    t.fit(first, datamodule=ToyData(rows[:16]))
+    t.save_checkpoint(tmp_path / "c")
+    t = trainer(tmp_path, max_steps=4, **settings)
+    t.fit(second, datamodule=ToyData(rows[16:]), ckpt_path=str(tmp_path / "c"))
+    assert t.global_step == 4
+    for name, value in whole.state_dict().items():
+        assert torch.equal(second.state_dict()[name], value), name
