@@ -10,8 +10,9 @@ gradients    b a trainable parameter
 optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
 reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
 activations  T b (6 H + 4 A + 4 I + W) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
-             fp32, where norms keep fp32 values); 3 T b H after the last. With gradient checkpointing T b H a layer and
-             one whole layer. The plain log-prob path adds T V (b + 8) for its logits.
+             fp32, where norms keep fp32 values); 3 T b H after the last. With LoRA 4 H in place of 6 or 8; adapters are
+             fp32, so below that T (4 (5 H + A + I) - b I) more for the copies of their inputs. With gradient
+             checkpointing T b H a layer and one whole layer. The plain log-prob path adds T V (b + 8) for its logits.
 
 The last is a model of the usual architecture, measured on Llama; the others are exact to a few hundred bytes a tensor.
 Not counted: the framework itself, buffers of gradient reduction, fragmentation.
@@ -197,8 +198,11 @@ def _activation_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int
     mlp = experts * (
         getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0) or 4 * hidden
     )
-    norms = (6 if b == 4 else 8) * hidden
+    lora = plan.policy.lora is not None
+    norms = (4 if lora else 6 if b == 4 else 8) * hidden
     layer = tokens * b * (norms + 4 * attention + 4 * mlp + row)
+    if lora and b < 4:
+        layer += tokens * (4 * (5 * hidden + attention + mlp) - b * mlp)
     layers = text.num_hidden_layers
     kept = layers * tokens * b * hidden + layer if plan.policy.gradient_checkpointing else layers * layer
     logits = tokens * text.vocab_size * (b + 8) if plan.policy.logprob_path == "plain" else 0

@@ -156,9 +156,12 @@ def saved_bytes(config: PolicyConfig, batch: GroupBatch) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layers", [2, 6])
-def test_activations_are_within_ten_percent_of_what_autograd_keeps(dtype: str, layers: int) -> None:
+@pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)], ids=["full", "lora"])
+def test_activations_are_within_ten_percent_of_what_autograd_keeps(
+    dtype: str, layers: int, lora: LoRAConfig | None
+) -> None:
     arch = SMALL | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers}
-    config = PolicyConfig(arch=arch, dtype=dtype)
+    config = PolicyConfig(arch=arch, dtype=dtype, lora=lora)
     batch = GroupBatch.from_groups([Group(prompt=[1] * 128, completions=[[5] * 64, [6] * 64])])
     expected = estimate(Plan(policy=config, micro_batch_tokens=256)).activations
     assert saved_bytes(config, batch) == pytest.approx(expected, rel=0.1)
