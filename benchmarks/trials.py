@@ -1,8 +1,8 @@
 """One small, fully determined training run, for the trials that interrupt it: kills, signals, damaged checkpoints.
 
-A trial runs in a child process forked from a server that has imported everything once, so that an attempt costs a second
-and not ten. What a run did is in its folder: `events.jsonl` (one line per batch and per attempt) and, when it got to the
-end, `final.json` with a digest of weights, moments, schedule and counters.
+A trial runs in a child process forked from a server that has imported everything once, so that an attempt costs a
+second and not ten. What a run did is in its folder: `events.jsonl` (one line per batch and rank) and, when it got to
+the end, `final.json` with a digest of weights, moments, schedule and counters.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Record(L.Callback):
         self.plan = plan
         self.path = folder / "events.jsonl"
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         batch_number = trainer.fit_loop.total_batch_idx
         event = {"batch": batch_number, "step": trainer.global_step, "epoch": trainer.current_epoch}
         share = {"rank": trainer.global_rank, "world_size": trainer.world_size, "ids": batch.group_index.tolist()}
@@ -259,5 +259,3 @@ def same_run(folder: Path, reference: Path) -> str:
     if batches(folder) != batches(reference):
         wrong.append("batches")
     return ", ".join(wrong)
-
-

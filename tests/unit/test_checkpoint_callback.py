@@ -1,4 +1,4 @@
-"""`callbacks.Checkpoint`: when it saves, what `last` points at, what a refused save leaves, and plain ModelCheckpoint."""
+"""`callbacks.Checkpoint`: when it saves, what `last` points at, what a refused save leaves; plain ModelCheckpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Saves(L.Callback):
         self.steps.append(trainer.global_step)
 
 
-def run(folder: Path, updates: int = 1, trainer: dict[str, Any] | None = None, **checkpoint: Any) -> tuple[Any, list[int]]:
+def run(
+    folder: Path, updates: int = 1, trainer: dict[str, Any] | None = None, **checkpoint: Any
+) -> tuple[callbacks.Checkpoint, list[int]]:
     keep, saves = callbacks.Checkpoint(dirpath=folder / "checkpoints", **checkpoint), Saves()
     fit(folder, [saves, keep], module=Recorder(updates=updates), **{"limit_val_batches": 0, **(trainer or {})})
     return keep, saves.steps
@@ -147,7 +149,10 @@ def test_evaluation_does_not_take_another_checkpoint(tmp_path):
     assert io.fallback is True
 
 
-@pytest.mark.parametrize("settings", [{"save_last": True}, {"save_last": "link"}, {"save_top_k": -1}, {"every_n_train_steps": 2}])
+PLAIN = [{"save_last": True}, {"save_last": "link"}, {"save_top_k": -1}, {"every_n_train_steps": 2}]
+
+
+@pytest.mark.parametrize("settings", PLAIN, ids=str)
 def test_plain_model_checkpoint_works_with_the_folders(settings, tmp_path):
     keep = ModelCheckpoint(dirpath=tmp_path, **settings)
     whole, resumed = Recorder(), Recorder()

@@ -23,23 +23,23 @@ from tests.loops import Recorder, Rows, fit, loaders
 class Send(L.Callback):
     """Sends signals to this process at a batch, a validation batch, or inside a save."""
 
-    def __init__(self, *numbers: int, batch: int = -1, validation: bool = False, sanity: bool = False, save: bool = False):
-        self.numbers, self.batch, self.validation, self.sanity, self.save = numbers, batch, validation, sanity, save
+    def __init__(self, *numbers: int, batch: int = -1, at: str = "") -> None:
+        self.numbers, self.batch, self.at = numbers, batch, at
 
     def _send(self) -> None:
         for number in self.numbers:
             os.kill(os.getpid(), number)
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.batch:
             self._send()
 
     def on_validation_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.sanity if trainer.sanity_checking else self.validation:
+        if self.at == ("sanity" if trainer.sanity_checking else "validation"):
             self._send()
 
     def on_save_checkpoint(self, *args: Any) -> None:
-        if self.save:
+        if self.at == "save":
             self._send()
 
 
@@ -75,7 +75,7 @@ def test_the_step_is_finished_and_saved(number, code, tmp_path):
 
 def test_more_signals_change_nothing(tmp_path):
     keep = callbacks.Checkpoint(dirpath=tmp_path, every_n_train_steps=1000)
-    save = Send(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, save=True)
+    save = Send(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, at="save")
     code, _ = leave(tmp_path, keep, Send(signal.SIGINT, signal.SIGTERM, batch=2), save)
     assert code == 130  # the first one counts
     assert verify(resolve("last", tmp_path))["step"] == 3
@@ -83,7 +83,7 @@ def test_more_signals_change_nothing(tmp_path):
 
 def test_a_signal_inside_an_ordinary_save_lets_it_finish(tmp_path):
     keep = callbacks.Checkpoint(dirpath=tmp_path, every_n_train_steps=2)
-    code, _ = leave(tmp_path, keep, Send(signal.SIGTERM, save=True))
+    code, _ = leave(tmp_path, keep, Send(signal.SIGTERM, at="save"))
     assert code == 143
     steps = [verify(p)["step"] for p in complete(tmp_path)]
     assert steps == [3, 2]
@@ -91,7 +91,7 @@ def test_a_signal_inside_an_ordinary_save_lets_it_finish(tmp_path):
 
 def test_during_a_validation_it_leaves_and_the_validation_is_done_again(tmp_path):
     keep = callbacks.Checkpoint(dirpath=tmp_path, every_n_train_steps=1000)
-    code, module = leave(tmp_path, keep, Send(signal.SIGTERM, validation=True))
+    code, module = leave(tmp_path, keep, Send(signal.SIGTERM, at="validation"))
     assert code == 143
     assert [e[0] for e in module.events].count("validation") == 1
     whole, resumed = Recorder(), Recorder()
@@ -102,7 +102,7 @@ def test_during_a_validation_it_leaves_and_the_validation_is_done_again(tmp_path
 
 def test_during_the_sanity_check_nothing_is_saved(tmp_path):
     keep = callbacks.Checkpoint(dirpath=tmp_path, every_n_train_steps=1000)
-    code, module = leave(tmp_path, keep, Send(signal.SIGTERM, sanity=True))
+    code, module = leave(tmp_path, keep, Send(signal.SIGTERM, at="sanity"))
     assert code == 143
     assert module.events == []
     assert complete(tmp_path) == []
