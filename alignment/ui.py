@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 HOST = "127.0.0.1"
 
@@ -25,14 +26,12 @@ def command(root: Path, port: int) -> list[str]:
     return [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
 
 
-def main(argv: list[str]) -> int:
-    """Serve until interrupted; the exit status is MLflow's."""
+def main(argv: list[str]) -> NoReturn:
+    """Become the server: signals reach it directly, and its exit status is ours."""
     parser = argparse.ArgumentParser(prog="alignment ui", description=__doc__)
     parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds mlflow.db (default: here)")
     parser.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
     options = parser.parse_args(argv)
+    words = command(options.root, options.port)
     print(f"MLflow UI: http://{HOST}:{options.port} (stop with Ctrl-C)", flush=True)
-    try:
-        return subprocess.run(command(options.root, options.port), check=False).returncode
-    except KeyboardInterrupt:
-        return 0
+    os.execv(words[0], words)

@@ -162,15 +162,14 @@ def test_ui_serves_this_machine_only(
     assert main(["ui", "--root", str(tmp_path)]) == 2
     assert "no runs yet" in capsys.readouterr().err
     (tmp_path / "mlflow.db").touch()
-    started: list[list[str]] = []
 
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        started.append(command)
-        return subprocess.CompletedProcess(command, 3)
+    def become(program: str, words: list[str]) -> None:
+        assert program == sys.executable
+        raise SystemExit(3)
 
-    monkeypatch.setattr(ui.subprocess, "run", run)
+    monkeypatch.setattr(ui.os, "execv", become)
     assert main(["ui", "--root", str(tmp_path), "--port", "5055"]) == 3
-    words = started[0]
+    words = ui.command(tmp_path, 5055)
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--port") + 1] == "5055"
     assert words[words.index("--backend-store-uri") + 1] == f"sqlite:///{tmp_path}/mlflow.db"
