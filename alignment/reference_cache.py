@@ -19,10 +19,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from alignment.batches import GroupBatch
+from alignment.chat import tokenizer_digest
 from alignment.errors import UserError
+
+__all__ = [
+    "DamagedCacheError",
+    "LogpTable",
+    "cache_key",
+    "cache_path",
+    "read_table",
+    "row_keys",
+    "tokenizer_digest",
+    "write_table",
+]
 
 FORMAT = "reference-logps-1"
 
@@ -89,13 +100,6 @@ def row_keys(batch: GroupBatch) -> list[int]:
         digest.update(mask.numpy().tobytes())
         keys.append(int.from_bytes(digest.digest(), "little") >> 1)
     return keys
-
-
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of what a tokenizer does to text: vocabulary, rules, special tokens, chat template."""
-    rules = tokenizer.backend_tokenizer.to_str() if isinstance(tokenizer, PreTrainedTokenizerFast) else ""
-    parts = [sorted(tokenizer.get_vocab().items()), rules, tokenizer.special_tokens_map, tokenizer.chat_template]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def cache_key(model: str, parts: Mapping[str, Any], keys: list[int]) -> str:
