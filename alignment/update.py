@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from alignment import distributed
 from alignment.batches import GroupBatch
+from alignment.folders import run_folder
 from alignment.guard import WINDOW, TrainingDivergedError, dump_batch, roll_back
 from alignment.metrics import Metrics, add_metrics
 from alignment.protocols import GradientListener
@@ -174,9 +175,8 @@ def update(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, *, keep_gr
 
 def _dump(module: TrainingMixin, batch: GroupBatch, loss: float, norm: float) -> Path:
     trainer = module.trainer
-    root = Path(trainer.log_dir or trainer.default_root_dir)  # the same on every rank: log_dir is broadcast
     facts = {"batch": module.batches_seen, "global_step": trainer.global_step, "loss": loss, "grad_norm": norm}
-    folder = dump_batch(batch, root / "nonfinite" / f"batch-{module.batches_seen}", facts)
+    folder = dump_batch(batch, run_folder(trainer) / "nonfinite" / f"batch-{module.batches_seen}", facts)
     if distributed.rank() == 0:
         log.warning("update skipped: loss %s, gradient norm %s; the batch is in %s", loss, norm, folder)
     return folder

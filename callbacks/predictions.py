@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from alignment import distributed
+from alignment.folders import run_folder
 
 
 class Predictions(Callback):
@@ -27,7 +28,7 @@ class Predictions(Callback):
         self._target = Path(path)
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._target = Path(trainer.log_dir or trainer.default_root_dir) / self.path
+        self._target = run_folder(trainer) / self.path
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._part(distributed.rank()).write_text("", encoding="utf-8")
 
