@@ -43,7 +43,7 @@ def all_gather_objects(value: object) -> list[object]:
 
 
 def union_of_names(names: Iterable[str]) -> list[str]:
-    """Sorted union of every rank's names, so that packed reductions use one key order and nobody waits for an absent one."""
+    """Sorted union of every rank's names: packed reductions use one key order, and nobody waits for an absent one."""
     gathered: set[str] = set()
     for part in all_gather_objects(sorted(names)):
         gathered.update(part)  # type: ignore[arg-type]

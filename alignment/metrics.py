@@ -19,8 +19,10 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 def mean_of(values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(sum, count) of a tensor of any shape, over the true entries of `mask` when given. Masked values are dropped before
-    the sum, so a NaN behind the mask stays there."""
+    """(sum, count) of a tensor of any shape, over the true entries of `mask` when given.
+
+    Masked values are dropped before the sum, so a NaN behind the mask stays there.
+    """
     values = values.detach().double()
     if mask is None:
         return values.sum(), torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
