@@ -119,13 +119,12 @@ class TrainingMixin(L.LightningModule):
         rewind(self.trainer)
 
     def on_train_epoch_end(self) -> None:
-        self._log_training_window()
+        self._log_training_window(epoch=True)
 
-    def _log_training_window(self) -> None:
-        values = self._train_window.flush(self.device)
-        loss = {k: v for k, v in values.items() if k == "loss"}
-        self.log_dict(loss, prog_bar=True, batch_size=1)
-        self.log_dict({k: v for k, v in values.items() if k != "loss"}, batch_size=1)
+    def _log_training_window(self, *, epoch: bool = False) -> None:
+        # The window has summed over ranks already; at an epoch's end Lightning warns unless it may do so again.
+        for name, value in self._train_window.flush(self.device).items():
+            self.log(name, value, prog_bar=name == "loss", batch_size=1, sync_dist=epoch)
 
     def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
         """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""
@@ -183,7 +182,7 @@ class TrainingMixin(L.LightningModule):
             return
         values["loss"] = sum(weight * values[name] for name, weight in self.loss_terms.items())
         values |= self.derived_metrics(values)
-        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1)
+        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1, sync_dist=True)
 
     # ------------------------------------------------------------------ optimizer and schedule
 
