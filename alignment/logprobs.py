@@ -86,7 +86,7 @@ class LogProbEngine:
         self._model, self._inner, self._asked = model, inner, path
         self._config = inner.config.get_text_config(decoder=True)
         self._head: nn.Module | None = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
-        self._trunk = _decoder(inner) if self._head is not None else inner
+        self._trunk = decoder_of(inner) if self._head is not None else inner
         self._tile_bytes, self._pad_id = tile_bytes, pad_id
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
         self._verified = False
@@ -161,7 +161,7 @@ class LogProbEngine:
                 self._head.weight,
                 self._head.bias,
                 batch.completion_ids[scored],
-                form=_logit_form(self._config),
+                form=logit_form(self._config),
                 temperature=temperature,
                 entropy=entropy,
                 tile_bytes=self._tile_bytes,
@@ -212,9 +212,9 @@ class LogProbEngine:
         if self._verified:
             return
         name = type(self._inner).__name__
-        low = _is_low_precision(self._inner)
+        low = is_low_precision(self._inner)
         probe = Probe(config=self._config, device=next(self._inner.parameters()).device)
-        with _evaluating(self._model), torch.no_grad(), torch.autocast(probe.device.type, enabled=False):
+        with evaluating(self._model), torch.no_grad(), torch.autocast(probe.device.type, enabled=False):
             check_causal(name, probe, self._probe_path, low_precision=low)
             if self._asked == "plain":
                 reason = "it was asked for"
@@ -235,7 +235,7 @@ class LogProbEngine:
         return self._run(path, batch, scores, scores, "at", 1.0)
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The part below the LM head, which maps token ids to final hidden states."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     if decoder is model:  # where transformers' own look-up does not know the architecture's name for it
@@ -245,14 +245,14 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     return decoder
 
 
-def _is_low_precision(model: PreTrainedModel) -> bool:
+def is_low_precision(model: PreTrainedModel) -> bool:
     if model.dtype == torch.float64:
         return False
     rounded = model.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
     return rounded or getattr(model, "quantization_method", None) is not None
 
 
-def _logit_form(config: PreTrainedConfig) -> LogitForm:
+def logit_form(config: PreTrainedConfig) -> LogitForm:
     """From the names the transformers architectures use; one that does otherwise is caught by `verify()`."""
     scale = getattr(config, "logit_scale", None) or 1.0
     return LogitForm(
@@ -288,7 +288,7 @@ def _captured(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode for the block, then every module back in its own mode.
 
     Linear layers stay as they are: they do the same in both modes, except that 4-bit ones of bitsandbytes on a CPU
