@@ -8,11 +8,13 @@ outage: one budget, filled up again by every call that succeeds.
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -22,6 +24,17 @@ FIRST_RETRY, LAST_RETRY = 0.5, 60.0
 """Seconds between two tries; doubled from the first to the last."""
 LIMIT = 20_000
 """Calls kept while the tracker is away; beyond it the oldest are dropped (metrics are on disk anyway)."""
+
+_AWAY = {
+    "INTERNAL_ERROR",
+    "IO_ERROR",
+    "TEMPORARILY_UNAVAILABLE",
+    "SERVICE_UNDER_MAINTENANCE",
+    "REQUEST_LIMIT_EXCEEDED",
+    "DEADLINE_EXCEEDED",
+    "UNPARSEABLE_HTTP_ERROR",
+}
+"""MLflow's error codes that say nothing about the call itself."""
 
 
 class TrackerAway(Exception):
@@ -114,3 +127,21 @@ class Outbox:
             rank_zero_warn(
                 f"{self.name} is away ({ex}). The run goes on; metrics are kept on disk and sent when it is back."
             )
+
+
+def reach(call: Callable[[], Any]) -> Any:
+    """Run a tracker call and sort what goes wrong into 'away' (try again) and 'refused' (never will)."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return call()
+    except MlflowException as ex:
+        kind = TrackerAway if ex.error_code in _AWAY else TrackerRefused
+        raise kind(first_line(ex)) from ex
+    except (OSError, sqlite3.Error) as ex:
+        raise TrackerAway(first_line(ex)) from ex
+
+
+def first_line(ex: Exception) -> str:
+    """What an exception says, short enough for a warning."""
+    return (str(ex).strip().splitlines() or [type(ex).__name__])[0][:200]

@@ -28,7 +28,7 @@ from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from alignment import provenance, runs
-from alignment.outbox import Outbox, TrackerAway, TrackerRefused
+from alignment.outbox import Outbox, TrackerAway, TrackerRefused, first_line, reach
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -38,16 +38,6 @@ PARAM_LIMIT = 6000
 _PARAMS_PER_CALL = 100
 _CREATE_TABLES_SECONDS = 120.0
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
-_AWAY = {
-    "INTERNAL_ERROR",
-    "IO_ERROR",
-    "TEMPORARILY_UNAVAILABLE",
-    "SERVICE_UNDER_MAINTENANCE",
-    "REQUEST_LIMIT_EXCEEDED",
-    "DEADLINE_EXCEEDED",
-    "UNPARSEABLE_HTTP_ERROR",
-}
-
 Record = Callable[["MlflowClient", str], object]
 """A call on the tracker: (client, run id) -> anything."""
 
@@ -207,10 +197,10 @@ class TrackingLogger(MLFlowLogger):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        client = _reach(self._open_client)
+        client = reach(self._open_client)
         run_id = self._run_id
         try:
-            _reach(lambda: self._continue_run(client, run_id) if run_id else self._create_run(client))
+            reach(lambda: self._continue_run(client, run_id) if run_id else self._create_run(client))
         except TrackerRefused as ex:
             self._refusal = str(ex)
             raise
@@ -242,7 +232,7 @@ class TrackingLogger(MLFlowLogger):
                 identity = client.create_experiment(self._experiment_name, artifact_location=self._artifact_root())
             except MlflowException as ex:
                 if ex.error_code == "RESOURCE_ALREADY_EXISTS":  # another run was first; the retry finds its experiment
-                    raise TrackerAway(_first_line(ex)) from ex
+                    raise TrackerAway(first_line(ex)) from ex
                 raise
         else:
             identity = experiment.experiment_id
@@ -277,7 +267,7 @@ class TrackingLogger(MLFlowLogger):
     def record(self, call: Record) -> None:
         """Queue a call on the tracker, in order with all others. Never blocks, never raises for a tracker's sake."""
         self._start()
-        self._outbox.put(lambda: _reach(lambda: self._with_run(call)))
+        self._outbox.put(lambda: reach(lambda: self._with_run(call)))
 
     def _with_run(self, call: Record) -> None:
         if self._client is None or self._run_id is None:
@@ -380,23 +370,6 @@ class TrackingLogger(MLFlowLogger):
             if not self._disk_failed:
                 rank_zero_warn(f"cannot write the run's local files: {ex}")
             self._disk_failed = True
-
-
-def _reach(call: Callable[[], Any]) -> Any:
-    """Run a tracker call and sort what goes wrong into 'away' (try again) and 'refused' (never will)."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return call()
-    except MlflowException as ex:
-        kind = TrackerAway if ex.error_code in _AWAY else TrackerRefused
-        raise kind(_first_line(ex)) from ex
-    except (OSError, sqlite3.Error) as ex:
-        raise TrackerAway(_first_line(ex)) from ex
-
-
-def _first_line(ex: Exception) -> str:
-    return (str(ex).strip().splitlines() or [type(ex).__name__])[0][:200]
 
 
 def _write(path: Path, text: str) -> None:

@@ -126,6 +126,32 @@ def test_files_win_over_the_checkpoint_too(workdir: Path, trained: Path, capsys:
     assert config_of(workdir, run)["model"]["init_args"]["beta"] == 0.3
 
 
+def test_the_same_with_dpo(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dpo = ["fit", "-c", str(CONFIGS / "dpo.yaml"), "--trainer.accelerator", "cpu", "--trainer.limit_val_batches", "1"]
+    assert main([*dpo, *QUIET, "--model.beta", "0.3", "--trainer.max_steps", "1"]) == 0
+    (run,) = all_runs(workdir)
+    start = str(checkpoint_of(folder_of(workdir, run)))
+    capsys.readouterr()
+    assert main([*dpo, *QUIET, "--ckpt_path", start, "--model.beta", "0.9", "--trainer.max_steps", "2"]) == 0
+    assert [x for x in capsys.readouterr().out.splitlines() if x.startswith("model.")] == [
+        "model.beta: 0.9 is used; the checkpoint has 0.3"
+    ]
+    _, again = all_runs(workdir)
+    saved = load_checkpoint_folder(checkpoint_of(folder_of(workdir, again)))
+    assert (saved["hyper_parameters"]["beta"], saved["global_step"]) == (0.9, 2)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "http://127.0.0.1/a.ckpt", "plain.ckpt"])
+def test_a_checkpoint_that_cannot_be_used_is_one_line(
+    workdir: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    Path("plain.ckpt").write_bytes(b"a pickle, perhaps")
+    assert main([*RUN, "--ckpt_path", place]) == 2
+    errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("alignment: error:")]
+    assert len(errors) == 1
+    assert place in errors[0]
+
+
 def test_last_takes_the_newest_run_of_the_same_name_and_class(workdir: Path) -> None:
     one, two = (["--trainer.logger.run_name", name] for name in ("one", "two"))
     assert main([*RUN, *one]) == 0
