@@ -3,7 +3,7 @@
     python -m benchmarks.reliability [--n 100] [--only R1 R3 ...] [--jobs 2] [--seed 0] [--out reports/reliability.md]
 
     R1   kill -9 at a random moment or inside a save, up to three times; resumed, bit for bit the uninterrupted run
-    R2   death at every disk call of saving, replacing, pointing and retiring, unsynced files damaged; a checkpoint loads
+    R2   death at every disk call of saving, replacing, pointing, retiring, unsynced files damaged; a checkpoint loads
     R3   one file of a checkpoint truncated, flipped, zeroed, swapped or missing; noticed, the older one taken
     R5   a disk that refuses at a random call; survived once, the last good checkpoint intact, path and bytes named
     R14  a signal, or two, at a random batch, validation or save; exit code and time; bit for bit

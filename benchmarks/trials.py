@@ -30,7 +30,7 @@ from alignment.checkpoint import SafeCheckpointIO, resolve
 from alignment.checkpoint_folder import CheckpointError
 from alignment.codec import Encoder
 from alignment.optim import OptimConfig
-from alignment.policy import PolicyConfig
+from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.randomness import generator
 from callbacks import Checkpoint, Signals
 from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader
@@ -52,6 +52,8 @@ class Plan:
         die_at_sync: kill -9 itself at the k-th fsync of the attempt, that is somewhere inside a save; 0 for never.
         max_batches: end the attempt after so many batches of the whole run, as `max_steps` does; -1 for all.
         world_size: processes of the attempt (gloo on this machine).
+        optimizer: see OptimConfig.
+        lora: train an adapter with dropout instead of the model.
     """
 
     algorithm: str = "SFT"
@@ -63,6 +65,8 @@ class Plan:
     die_at_sync: int = 0
     max_batches: int = -1
     world_size: int = 1
+    optimizer: Any = "adamw"
+    lora: bool = False
 
 
 class Record(L.Callback):
@@ -102,8 +106,10 @@ def groups(count: int, completions: int) -> list[Group]:
 
 def build(plan: Plan) -> tuple[L.LightningModule, StatefulLoader, StatefulLoader]:
     """The module with its training and validation loaders."""
-    arguments: dict[str, Any] = {"policy": PolicyConfig(name="tiny"), "micro_batch_tokens": 64}
-    module = getattr(modules, plan.algorithm)(**arguments, optim=OptimConfig(lr=1e-3, warmup_steps=3))
+    lora = LoRAConfig(r=4, dropout=0.2) if plan.lora else None
+    optim = OptimConfig(lr=1e-3, warmup_steps=3, optimizer=plan.optimizer)
+    algorithm = getattr(modules, plan.algorithm)
+    module = algorithm(policy=PolicyConfig(name="tiny", lora=lora), micro_batch_tokens=64, optim=optim)
     completions = 1 if plan.algorithm == "SFT" else 2
     share = {"rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": plan.world_size}
     train = BatchOrder(SampleOrder(22, seed=1), batch_size=4, **share)

@@ -182,6 +182,17 @@ def test_five_times_inside_one_epoch(whole, tmp_path):
     assert numbers == list(range(18))  # not one batch was repeated
 
 
+@pytest.mark.parametrize("variant", [{"lora": True}, {"optimizer": "adamw_8bit"}], ids=str)
+def test_adapters_with_dropout_and_8_bit_moments_resume_too(variant, tmp_path):
+    plan = Plan(algorithm="DPO", epochs=2, every=1000, **variant)
+    trials.finish(plan, tmp_path / "whole", attempts=1)
+    process = trials.start(replace(plan, stop_after=8), tmp_path / "stopped")
+    process.join(30)
+    assert process.exitcode == 143
+    trials.finish(plan, tmp_path / "stopped", attempts=1)
+    assert trials.same_run(tmp_path / "stopped", tmp_path / "whole") == ""
+
+
 def test_the_trials_notice_a_run_that_differs(whole, tmp_path):
     trials.finish(Plan(algorithm="SFT", max_batches=17), tmp_path, attempts=1)
     assert trials.same_run(tmp_path, whole["SFT"]) != ""
