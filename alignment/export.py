@@ -9,11 +9,10 @@ model is close to the trained one, not bit-equal.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -76,7 +75,7 @@ def export(
         CheckpointError: the checkpoint is damaged.
     """
     out = Path(out)
-    _check_target(out, force)
+    check_target(out, force)
     trained = (
         _from_checkpoint(Path(source), trust_remote_code) if isinstance(source, str | Path) else _from_live(source)
     )
@@ -85,7 +84,7 @@ def export(
     else:
         model = _merged(trained)
         model.generation_config = generation_config(model, trained.tokenizer)
-    _write(model, trained.tokenizer, out)
+    write_model(model, trained.tokenizer, out)
     return out
 
 
@@ -162,7 +161,8 @@ def _fill(model: nn.Module, weights: Mapping[str, Tensor], *, adapter_only: bool
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def _check_target(out: Path, force: bool) -> None:
+def check_target(out: Path, force: bool) -> None:
+    """Raise UserError unless `out` is new, empty, or with `force` an earlier export."""
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
@@ -175,7 +175,7 @@ def _check_target(out: Path, force: bool) -> None:
         raise UserError(f"'{out}' holds something else than an exported model; --force does not delete it")
 
 
-def _write(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+def write_model(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
     """Write beside the final place, flush to the disk, then rename."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial, previous = (out.parent / f".{out.name}.{role}-{os.getpid()}" for role in ("partial", "previous"))
@@ -205,28 +205,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# --------------------------------------------------------------------------------------------------------- command line
-
-
-def main(argv: Sequence[str]) -> int:
-    """`alignment export`. Returns 0; raises as `export` does, and the command line prints that as one line."""
-    parser = argparse.ArgumentParser(
-        prog="alignment export", description="Write a checkpoint as a transformers folder."
-    )
-    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or the pointer `last`")
-    parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--merge_lora", choices=("true", "false"), default="true", help="false: the adapter alone")
-    parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
-    arguments = parser.parse_args(argv)
-    out = export(
-        arguments.checkpoint,
-        arguments.out,
-        merge_lora=arguments.merge_lora == "true",
-        force=arguments.force,
-        trust_remote_code=arguments.trust_remote_code,
-    )
-    print(f"{out} holds the model; try it:  transformers chat {out}")
-    return 0

@@ -188,8 +188,9 @@ class GroupData(L.LightningDataModule):
         return self._splits.groups(split, self.tokenizer)
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 over everything that made the splits loaded so far: rows, tokenizer, settings that shape them."""
+    def fingerprint(self) -> str | None:
+        """sha256 over everything that made the training rows (source, tokenizer, settings that shape them); None before
+        they are read."""
         return self._splits.fingerprint
 
     def dataset_inputs(self) -> list[DatasetInfo]:
@@ -232,11 +233,11 @@ class GroupData(L.LightningDataModule):
     def predict_dataloader(self) -> StatefulLoader:
         return self._loader("predict")
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self) -> dict[str, str | None]:
         return {"fingerprint": self.fingerprint}
 
-    def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        if state_dict["fingerprint"] != self.fingerprint:
+    def load_state_dict(self, state_dict: dict[str, str | None]) -> None:
+        if self.fingerprint is not None and state_dict["fingerprint"] != self.fingerprint:
             rank_zero_warn(
                 "The data differ from those the checkpoint was trained on: rows, tokenizer or limits changed."
             )

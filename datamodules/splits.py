@@ -94,10 +94,13 @@ class Splits:
             yield split, self.prepared[self._home(split)].source, store
 
     @property
-    def fingerprint(self) -> str:
-        """sha256 over what made the splits read so far."""
-        keys = {split: prepared.key for split, prepared in self.prepared.items()}
-        return hashlib.sha256(json.dumps([keys, self._val_fraction], sort_keys=True).encode()).hexdigest()
+    def fingerprint(self) -> str | None:
+        """sha256 over what made the training rows; None before they are read (test and predict need not read them)."""
+        if "train" not in self.prepared:
+            return None
+        held_out = {split: self.prepared[split].key for split in self._guarded if split in self.prepared}
+        made_by = [self.prepared["train"].key, self._val_fraction, held_out]
+        return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------ parts
 

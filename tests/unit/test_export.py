@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from alignment import export as export_module
 from alignment.checkpoint_folder import CheckpointError, write_checkpoint
 from alignment.errors import UserError
-from alignment.export import export, generation_config, main
+from alignment.export import export, generation_config
+from alignment.export_command import main
 from alignment.policy import LoRAConfig, PolicyConfig, load_policy, load_tokenizer
 from alignment.tiny import save_tiny, tiny_model, tiny_tokenizer
 from modules import SFT

@@ -12,8 +12,9 @@ from transformers import AutoModelForSequenceClassification
 from alignment.batches import GroupBatch
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
+from alignment.export_command import main
 from alignment.policy import LoRAConfig, PolicyConfig
-from alignment.reward_export import export_reward, main
+from alignment.reward_export import export_reward
 from modules import SFT, RewardModel
 from tests.toys import OPTIM, TINY, ToyData, groups, trainer
 
@@ -53,5 +54,5 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     copies = trained(RewardModel(policy=TINY, members=2, ensemble="copies", optim=OPTIM), tmp_path / "copies")
     with pytest.raises(UserError, match="own trunks"):
         export_reward(copies, tmp_path / "out")
-    with pytest.raises(UserError, match="is taken"):
+    with pytest.raises(UserError, match="is not empty"):
         export_reward(copies, tmp_path)

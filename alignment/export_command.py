@@ -1,0 +1,40 @@
+"""`alignment export CHECKPOINT OUT`: a policy, or a reward model with its head, as a plain transformers folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from alignment.errors import UserError
+from alignment.export import export
+from alignment.reward_export import export_reward, is_reward_model
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0; raises as `export` and `export_reward` do, and the command line prints that as one line."""
+    parser = argparse.ArgumentParser(
+        prog="alignment export", description="Write a checkpoint as a transformers folder."
+    )
+    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or the pointer `last`")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--merge_lora", choices=("true", "false"), default="true", help="false: the adapter alone")
+    parser.add_argument("--force", action="store_true", help="replace an earlier export")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
+    given = parser.parse_args(argv)
+    merge = given.merge_lora == "true"
+    if is_reward_model(given.checkpoint):
+        if not merge:
+            raise UserError("a reward model is exported merged: its head belongs to the whole trunk (--merge_lora true)")
+        out = export_reward(given.checkpoint, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
+        print(f"{out} holds the reward model: AutoModelForSequenceClassification.from_pretrained('{out}')")
+        return 0
+    out = export(
+        given.checkpoint,
+        given.out,
+        merge_lora=merge,
+        force=given.force,
+        trust_remote_code=given.trust_remote_code,
+    )
+    print(f"{out} holds the model; try it:  transformers chat {out}")
+    return 0
