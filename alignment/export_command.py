@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     merge = given.merge_lora == "true"
     if is_reward_model(given.checkpoint):
         if not merge:
-            raise UserError("a reward model is exported merged: its head belongs to the whole trunk (--merge_lora true)")
+            raise UserError("a reward model is exported merged: its head belongs to the whole trunk")
         out = export_reward(given.checkpoint, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
         print(f"{out} holds the reward model: AutoModelForSequenceClassification.from_pretrained('{out}')")
         return 0

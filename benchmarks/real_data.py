@@ -1,10 +1,10 @@
-"""Real models on real files: SFT, RewardModel and DPO, with what became of every row and held-out figures before and after.
+"""Real models on real files: SFT, RewardModel and DPO; what became of every row, held-out figures before and after.
 
-    python -m benchmarks.real_data --data FOLDER [--models models] [--only NAME ...] [--out reports/real_data.md]
+    python -m benchmarks.real_data --data FOLDER [--only NAME ...] [--out reports/real_data.md]
 
-FOLDER holds public files under their own names (see TRIALS); a trial whose file is missing is reported as not run. Every
-trial takes the ordinary path, `alignment validate` for "before" and `alignment fit` for "after", in a folder of its own
-under `runs/real_data`. SmolLM2 must have been fetched (`alignment fetch smollm2`); the TinyStories folder is a plain
+FOLDER holds public files under their own names (see TRIALS); a trial whose file is missing is reported as not run.
+Every trial takes the ordinary path, `alignment validate` for "before", `alignment fit` for "after", each a run of the
+experiment `real_data`. SmolLM2 must have been fetched (`alignment fetch smollm2`); the TinyStories folder is a plain
 transformers folder, `--stories`.
 """
 
@@ -16,7 +16,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,6 @@ class Outcome:
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
-    seconds: float = 0.0
     missing: str = ""
 
 
@@ -129,7 +127,6 @@ def run_trial(trial: Trial, data: Path, models: dict[str, Path], root: Path) -> 
         if not needed.exists():
             outcome.missing = f"{needed} does not exist"
             return outcome
-    begin = time.monotonic()
     outcome.before = _metrics(trial, "validate", _words(trial, "validate", data, models, root), root)
     fit = [
         *_words(trial, "fit", data, models, root),
@@ -143,7 +140,6 @@ def run_trial(trial: Trial, data: Path, models: dict[str, Path], root: Path) -> 
         "--model.optim.warmup_steps=3",
     ]
     outcome.after = _metrics(trial, "fit", fit, root)
-    outcome.seconds = time.monotonic() - begin
     outcome.rows = _rows(trial, data, models)
     return outcome
 
@@ -208,15 +204,15 @@ def report(outcomes: list[Outcome], command: str) -> str:
         "Held-out rows share no prompt with training rows. `before` is the model as it came; a reward head starts at "
         "random and DPO's implicit reward at exactly 0 (ties count as wrong), so their accuracy before is chance or 0.",
         "",
-        "| trial | steps | held out before | held out after | seconds |",
-        "|---|---|---|---|---|",
+        "| trial | steps | held out before | held out after |",
+        "|---|---|---|---|",
     ]
     for o in outcomes:
         if o.missing:
-            lines.append(f"| {o.trial.name} | – | not run: {o.missing} | | |")
+            lines.append(f"| {o.trial.name} | – | not run: {o.missing} | |")
             continue
         before, after = (", ".join(f"{k[4:]} {v:.4f}" for k, v in m.items()) for m in (o.before, o.after))
-        lines.append(f"| {o.trial.name} | {o.trial.steps} | {before} | {after} | {o.seconds:.0f} |")
+        lines.append(f"| {o.trial.name} | {o.trial.steps} | {before} | {after} |")
     lines += ["", "## Rows", ""]
     for o in outcomes:
         if o.rows:
