@@ -48,7 +48,8 @@ WRONG_IN_LOG = 10
 class Attribute:
     """One kind of fact: how the FAQ names it, the values it can take, how customers ask and how agents answer.
 
-    `{p}` stands for the product, `{v}` for the value.
+    `{p}` stands for the product, `{v}` for the value. No number is a value of two kinds, so that a model of two small
+    layers can learn which fact a number is.
     """
 
     label: str
@@ -69,7 +70,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "price": Attribute(
         label="Price",
         unit="dollars",
-        values=_numbers(19, 24, 29, 35, 39, 45, 49, 55, 59, 65, 69, 79, 85, 89, 95, 99, 119, 129, 149, unit="dollars"),
+        values=_numbers(19, 29, 39, 49, 59, 69, 79, 89, 99, 109, 119, 129, 149, 159, 179, 189, 199, unit="dollars"),
         questions=(
             "How much is the {p}?",
             "What does the {p} cost?",
@@ -82,7 +83,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "warranty": Attribute(
         label="Warranty",
         unit="years",
-        values=_numbers(2, 3, 4, 5, 6, 7, 8, 10, unit="years"),
+        values=_numbers(2, 3, 4, 5, 6, unit="years"),
         questions=(
             "How long is the warranty on the {p}?",
             "What warranty does the {p} have?",
@@ -95,7 +96,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "battery": Attribute(
         label="Battery",
         unit="hours",
-        values=_numbers(4, 6, 8, 9, 11, 12, 14, 15, 18, 20, 24, 30, 36, unit="hours"),
+        values=_numbers(16, 18, 22, 24, 26, 32, 34, 36, 38, 42, 44, 48, unit="hours"),
         questions=(
             "How long does the battery of the {p} last?",
             "How many hours does the {p} run?",
@@ -108,7 +109,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "charging": Attribute(
         label="Charging",
         unit="minutes",
-        values=_numbers(20, 25, 30, 35, 40, 45, 50, 55, 70, 80, 90, unit="minutes"),
+        values=_numbers(25, 35, 40, 50, 55, 65, 70, 75, 80, 85, unit="minutes"),
         questions=(
             "How long does it take to charge the {p}?",
             "How many minutes does charging the {p} take?",
@@ -121,7 +122,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "returns": Attribute(
         label="Returns",
         unit="days",
-        values=_numbers(14, 15, 20, 21, 28, 30, 40, 45, 60, 90, unit="days"),
+        values=_numbers(14, 15, 20, 21, 28, 30, 45, 60, 90, 100, unit="days"),
         questions=(
             "How long do I have to return the {p}?",
             "Until when can I send the {p} back?",
@@ -134,7 +135,7 @@ ATTRIBUTES: dict[str, Attribute] = {
     "delivery": Attribute(
         label="Delivery",
         unit="days",
-        values=_numbers(2, 3, 4, 5, 6, 7, 8, 9, unit="days"),
+        values=_numbers(7, 8, 9, 10, 11, 12, unit="days"),
         questions=(
             "When will my {p} arrive?",
             "How long does delivery of the {p} take?",
