@@ -39,7 +39,7 @@ class LogitForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Spec:
+class HeadSpec:
     """Everything that is not a tensor: logit form, temperature, tile size, the dtype of the matrix products."""
 
     form: LogitForm
@@ -74,7 +74,7 @@ def score_tokens(
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    spec = _Spec(form=form or LogitForm(), temperature=temperature, tile_bytes=tile_bytes, dtype=dtype)
+    spec = HeadSpec(form=form or LogitForm(), temperature=temperature, tile_bytes=tile_bytes, dtype=dtype)
     with torch.autocast(kind, enabled=False):
         logps, ent = _TiledHead.apply(hidden, weight, bias, targets, entropy, spec)  # type: ignore[no-untyped-call]
     return logps, ent
@@ -83,16 +83,16 @@ def score_tokens(
 class _TiledHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: _Spec
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: HeadSpec
     ) -> tuple[Tensor, Tensor | None]:
         n, states = len(targets), hidden.to(spec.dtype)
-        stats = _stats_dtype(hidden)
+        stats = stats_dtype(hidden)
         top = torch.full((n,), -torch.inf, dtype=stats, device=hidden.device)
         total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
-        for columns, row_blocks in _tiles(n, weight.shape[0], spec.tile_bytes):
-            w, b = _cut(weight, bias, columns, spec.dtype)
+        for columns, row_blocks in tiles(n, weight.shape[0], spec.tile_bytes):
+            w, b = cut_columns(weight, bias, columns, spec.dtype)
             for rows in row_blocks:
-                z, _ = _logits(states[rows], w, b, spec, stats)
+                z, _ = tile_logits(states[rows], w, b, spec, stats)
                 picked[rows] = torch.where(*_at_target(targets[rows], columns, z), picked[rows])
                 new_top = torch.maximum(top[rows], z.amax(-1))
                 shift = top[rows] - new_top  # <= 0; -inf on the first tile, where the sums are still 0
@@ -116,7 +116,7 @@ class _TiledHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_logps: Tensor | None, g_ent: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, ent = ctx.saved_tensors
-        spec: _Spec = ctx.spec
+        spec: HeadSpec = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if g_logps is None and g_ent is None:
             return (None,) * 6
@@ -125,12 +125,12 @@ class _TiledHead(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=stats, device=hidden.device) if need_hidden else None
         d_weight = torch.empty_like(weight) if need_weight else None
         d_bias = torch.empty_like(bias) if need_bias else None
-        for columns, row_blocks in _tiles(n, weight.shape[0], spec.tile_bytes):
-            w, b = _cut(weight, bias, columns, spec.dtype)
+        for columns, row_blocks in tiles(n, weight.shape[0], spec.tile_bytes):
+            w, b = cut_columns(weight, bias, columns, spec.dtype)
             dw = torch.zeros(w.shape if need_weight else 0, dtype=stats, device=hidden.device)
             db = torch.zeros(w.shape[0], dtype=stats, device=hidden.device)
             for rows in row_blocks:
-                z, slope = _logits(states[rows], w, b, spec, stats)
+                z, slope = tile_logits(states[rows], w, b, spec, stats)
                 d = _logit_gradient(z, targets[rows], columns, norm[rows], g_logps[rows], ent, g_ent, rows)
                 d *= spec.form.scale / spec.temperature
                 if slope is not None:
@@ -149,11 +149,11 @@ class _TiledHead(torch.autograd.Function):
         return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
 
 
-def _stats_dtype(hidden: Tensor) -> torch.dtype:
+def stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-def _tiles(n: int, vocab: int, tile_bytes: int) -> Iterator[tuple[slice, list[slice]]]:
+def tiles(n: int, vocab: int, tile_bytes: int) -> Iterator[tuple[slice, list[slice]]]:
     """Vocabulary slices, each with the token slices that keep a tile of fp32 logits within `tile_bytes`.
 
     All tokens share a vocabulary slice as long as it stays wide enough: the weight is then read once.
@@ -166,12 +166,14 @@ def _tiles(n: int, vocab: int, tile_bytes: int) -> Iterator[tuple[slice, list[sl
         yield slice(start, min(start + columns, vocab)), row_blocks
 
 
-def _cut(weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def cut_columns(
+    weight: Tensor, bias: Tensor | None, columns: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     return weight[columns].to(dtype), None if bias is None else bias[columns].to(dtype)
 
 
-def _logits(
-    states: Tensor, w: Tensor, b: Tensor | None, spec: _Spec, stats: torch.dtype
+def tile_logits(
+    states: Tensor, w: Tensor, b: Tensor | None, spec: HeadSpec, stats: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """One tile of logits [rows, columns], and the slope of the softcap there (None without one)."""
     z = (states @ w.T if b is None else torch.addmm(b, states, w.T)).to(stats)

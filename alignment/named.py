@@ -1,0 +1,84 @@
+"""Functions by name: the built-in ones, and a user's own by import path.
+
+    ADVANTAGES = Registry[Advantage]("advantage")
+    @ADVANTAGES.register("group")
+    def group(table, *, eps=1e-4): ...
+
+    ADVANTAGES.get("group", {"eps": 1e-6})     a built-in one with another setting
+    ADVANTAGES.get("my_file.my_advantage")     any importable function, registered or not
+
+A function's settings are its keyword-only arguments; their defaults are the paper's values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, TypeVar, cast
+
+from alignment.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Registry(Generic[F]):
+    """Functions of one kind, by name.
+
+    Args:
+        kind: what they are, for error messages.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._functions: dict[str, F] = {}
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorator. Raises ValueError when the name is taken."""
+
+        def add(function: F) -> F:
+            if name in self._functions:
+                raise ValueError(f"a {self.kind} called '{name}' exists already")
+            self._functions[name] = function
+            return function
+
+        return add
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._functions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._functions))
+
+    def find(self, name: str) -> F:
+        """The function called `name`, or the one at the import path `name`. Raises UserError when there is none."""
+        if name in self._functions:
+            return self._functions[name]
+        module, _, attribute = name.rpartition(".")
+        if not module:
+            near = difflib.get_close_matches(name, self._functions, n=1)
+            hint = f", did you mean '{near[0]}'?" if near else ""
+            raise UserError(
+                f"{self.kind} '{name}' is not known{hint}; available: {', '.join(self)}, or the import path of your own"
+            )
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"{self.kind} '{name}' cannot be imported: {error}") from error
+        if not callable(found):
+            raise UserError(f"{self.kind} '{name}' is {type(found).__name__}, not a function")
+        return cast(F, found)
+
+    def get(self, name: str, options: Mapping[str, Any] | None = None) -> F:
+        """`find`, with some of the function's settings given. Raises UserError for one that it does not have."""
+        function = self.find(name)
+        if not options:
+            return function
+        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if unknown := sorted(set(options) - set(known)):
+            raise UserError(
+                f"{self.kind} '{name}' has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+            )
+        return cast(F, functools.partial(function, **options))

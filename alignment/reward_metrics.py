@@ -1,0 +1,94 @@
+"""Metrics of a batch's rewards and advantages, under TRL's names where TRL has one.
+
+reward, reward_std                 mean of the summed scores; mean over groups of their deviation within the group
+rewards/NAME/mean, .../std         of one reward, over the completions it applies to
+frac_reward_zero_std               share of groups whose summed score does not differ within the group
+adv/zero_std/NAME                  the same for one reward: what collapses when rewards are summed shows here
+adv/active_groups                  groups with an advantage that is not 0
+adv/distinct                       distinct advantages in a group, mean over groups
+adv/batch_std                      deviation of the advantages over the batch
+adv/corr/NAME                      correlation of the advantages with the reward's own group-normalised values
+strata/LABEL/reward, .../zero_std, .../share
+                                   per difficulty: mean score, share of groups without signal, share of the groups
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alignment import distributed
+from alignment.advantages import RewardTable, all_ranks, spread
+from alignment.metrics import Metrics
+
+
+def reward_metrics(
+    table: RewardTable, values: Tensor, names: Sequence[str], strata: Sequence[str] | None = None
+) -> Metrics:
+    """Metrics over all ranks, the same on each. A collective: every rank calls it, also with an empty table.
+
+    Args:
+        values: [N] advantages. names: K names of rewards. strata: P labels of this rank's groups.
+    """
+    whole = all_ranks(table)[0]
+    if not whole.groups:
+        return {}
+    parts = distributed.all_gather_objects((values.double().cpu(), list(strata or ())))
+    advantages = torch.cat([part[0] for part in parts])  # type: ignore[index]
+    labels = [label for part in parts for label in part[1]]  # type: ignore[index]
+    scores = whole.scores
+    stats = whole.stats(scores)
+    known = stats.count > 1
+    out = {
+        "reward": _mean(scores),
+        "reward_std": _mean(stats.std[known]),
+        "frac_reward_zero_std": _mean(stats.flat.double()),
+        **_advantages(whole, advantages),
+    }
+    for name, reward in zip(names, whole.rewards.T, strict=True):
+        own = whole.stats(reward)
+        out[f"rewards/{name}/mean"] = _mean(reward)
+        out[f"rewards/{name}/std"] = spread(reward)
+        out[f"adv/zero_std/{name}"] = _mean(own.flat.double())
+        normalised = whole.centred(reward, own) / (own.std + 1e-4)[whole.group_of]
+        out[f"adv/corr/{name}"] = _correlation(normalised, advantages)
+    out |= _strata(whole, labels)
+    one = torch.ones((), dtype=torch.float64)
+    return {name: (value, one) for name, value in out.items() if not value.isnan()}
+
+
+def _advantages(whole: RewardTable, values: Tensor) -> dict[str, Tensor]:
+    rounded = torch.stack([whole.group_of.double(), (values * 1e6).round()], dim=1)
+    distinct = torch.unique(rounded, dim=0)
+    active = torch.zeros(whole.groups, dtype=torch.float64)
+    active[whole.group_of[values != 0]] = 1.0
+    return {
+        "adv/active_groups": active.sum(),
+        "adv/distinct": torch.tensor(len(distinct) / whole.groups, dtype=torch.float64),
+        "adv/batch_std": spread(values),
+    }
+
+
+def _strata(whole: RewardTable, labels: Sequence[str]) -> dict[str, Tensor]:
+    out: dict[str, Tensor] = {}
+    scores = whole.scores
+    flat = whole.stats(scores).flat.double()
+    for label in sorted(set(labels)):
+        mine = torch.tensor([other == label for other in labels])
+        out[f"strata/{label}/reward"] = _mean(scores[mine[whole.group_of]])
+        out[f"strata/{label}/zero_std"] = _mean(flat[mine])
+        out[f"strata/{label}/share"] = mine.double().mean()
+    return out
+
+
+def _mean(values: Tensor) -> Tensor:
+    """Over what is not NaN; NaN when nothing is."""
+    return values[~values.isnan()].mean()
+
+
+def _correlation(a: Tensor, b: Tensor) -> Tensor:
+    a, b = a - a.mean(), b - b.mean()
+    scale = (a**2).sum().sqrt() * (b**2).sum().sqrt()
+    return (a * b).sum() / scale if scale > 0 else torch.full_like(scale, torch.nan)

@@ -1,0 +1,60 @@
+"""Functions by name, by import path, with settings."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from alignment.errors import UserError
+from alignment.named import Registry
+
+
+@pytest.fixture
+def shapes() -> Registry[Callable[..., float]]:
+    registry: Registry[Callable[..., float]] = Registry("shape")
+
+    @registry.register("square")
+    def square(x: float, *, factor: float = 1.0) -> float:
+        return factor * x * x
+
+    @registry.register("line")
+    def line(x: float) -> float:
+        return x
+
+    return registry
+
+
+def test_by_name_with_and_without_settings(shapes: Registry[Callable[..., float]]) -> None:
+    assert list(shapes) == ["line", "square"]
+    assert "square" in shapes
+    assert shapes.get("square")(3.0) == 9.0
+    assert shapes.get("square", {"factor": 2.0})(3.0) == 18.0
+
+
+def test_a_users_file_is_found_by_import_path(
+    shapes: Registry[Callable[..., float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_shapes.py").write_text("def cube(x, *, factor=1.0):\n    return factor * x**3\nsize = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_shapes", raising=False)
+    assert shapes.get("my_shapes.cube", {"factor": 0.5})(2.0) == 4.0
+    with pytest.raises(UserError, match=r"shape 'my_shapes\.size' is int, not a function"):
+        shapes.get("my_shapes.size")
+    with pytest.raises(UserError, match=r"shape 'my_shapes\.cone' cannot be imported"):
+        shapes.get("my_shapes.cone")
+
+
+def test_mistakes_are_answered_with_what_exists(shapes: Registry[Callable[..., float]]) -> None:
+    with pytest.raises(UserError, match=r"'squar' is not known, did you mean 'square'.*available: line, square"):
+        shapes.get("squar")
+    with pytest.raises(UserError, match=r"'no_such_file\.f' cannot be imported"):
+        shapes.get("no_such_file.f")
+    with pytest.raises(UserError, match="'square' has no setting facto; it has factor"):
+        shapes.get("square", {"facto": 2})
+    with pytest.raises(UserError, match="'line' has no setting factor; it has none"):
+        shapes.get("line", {"factor": 2})
+    with pytest.raises(ValueError, match="a shape called 'line' exists already"):
+        shapes.register("line")(lambda x: x)
