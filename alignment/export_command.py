@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from alignment import runs
+from alignment.checkpoint import CheckpointError, resolve
 from alignment.errors import UserError
 from alignment.export import export
 from alignment.reward_export import export_reward, is_reward_model
@@ -16,21 +18,23 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="alignment export", description="Write a checkpoint as a transformers folder."
     )
-    parser.add_argument("checkpoint", type=Path, help="checkpoint folder, or the pointer `last`")
+    parser.add_argument("checkpoint", help="a checkpoint folder, or `last` or `best`: of the newest run that has one")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--merge_lora", choices=("true", "false"), default="true", help="false: the adapter alone")
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
+    parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds `runs` (default: here)")
     given = parser.parse_args(argv)
+    checkpoint = _find(given.checkpoint, given.root)
     merge = given.merge_lora == "true"
-    if is_reward_model(given.checkpoint):
+    if is_reward_model(checkpoint):
         if not merge:
             raise UserError("a reward model is exported merged: its head belongs to the whole trunk")
-        out = export_reward(given.checkpoint, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
+        out = export_reward(checkpoint, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
         print(f"{out} holds the reward model: AutoModelForSequenceClassification.from_pretrained('{out}')")
         return 0
     out = export(
-        given.checkpoint,
+        checkpoint,
         given.out,
         merge_lora=merge,
         force=given.force,
@@ -38,3 +42,17 @@ def main(argv: Sequence[str]) -> int:
     )
     print(f"{out} holds the model; try it:  transformers chat {out}")
     return 0
+
+
+def _find(name: str, root: Path) -> Path:
+    """The folder meant by a path, or by `last` or `best` in the newest run below `root` that has such a checkpoint."""
+    if name not in ("last", "best"):
+        return Path(name)
+    for folder, _ in runs.find_runs(root, None):
+        try:
+            found = resolve(name, folder / "checkpoints")
+        except CheckpointError:
+            continue  # a run that ended before its first checkpoint, or without a monitor
+        print(f"{name} is {found}")
+        return found
+    raise UserError(f"no run below {root / 'runs'} has a {name} checkpoint; give its folder")

@@ -45,11 +45,11 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def find_runs(root: Path, experiment: str, **wanted: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Runs of an experiment whose record has every `wanted` value, newest first."""
+def find_runs(root: Path, experiment: str | None, **wanted: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Runs of an experiment (None: of any) whose record has every `wanted` value, newest first."""
     found = []
-    parent = root / "runs" / safe_name(experiment)
-    for folder in parent.iterdir() if parent.is_dir() else ():
+    parents = [root / "runs" / safe_name(experiment)] if experiment is not None else (root / "runs").glob("*")
+    for folder in (run for parent in parents if parent.is_dir() for run in parent.iterdir()):
         record = read_record(folder)
         if record is not None and all(record.get(key) == value for key, value in wanted.items()):
             found.append((float(record.get("started", 0.0)), folder, record))

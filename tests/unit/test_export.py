@@ -17,6 +17,7 @@ from alignment.errors import UserError
 from alignment.export import export, generation_config
 from alignment.export_command import main
 from alignment.policy import LoRAConfig, PolicyConfig, load_policy, load_tokenizer
+from alignment.runs import run_folder, write_record
 from alignment.tiny import save_tiny, tiny_model, tiny_tokenizer
 from modules import SFT
 
@@ -234,3 +235,21 @@ def test_heads_beside_the_policy_are_named(tmp_path: Path, caplog: pytest.LogCap
     export(tmp_path / "ckpt", tmp_path / "out")
     assert "left out of the export, which holds the policy alone: heads.weight" in caplog.text
     assert load_tokenizer(PolicyConfig(name=str(tmp_path / "out"))).eos_token == "<|im_end|>"
+
+
+def test_last_is_the_newest_run_that_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run below"):
+        main(["last", "out"])
+    for name, started in (("old", 1.0), ("new", 2.0), ("empty", 3.0)):
+        folder = run_folder(Path(), "any", name)
+        write_record(folder, {"started": started})
+        if name != "empty":
+            module = trained(PolicyConfig(name="tiny", init_seed=int(started)))
+            checkpoint(module, folder / "checkpoints" / "step=1.ckpt")
+    assert main(["last", "out"]) == 0
+    assert "last is runs/any/new/checkpoints/step=1.ckpt" in capsys.readouterr().out
+    expected = logits(trained(PolicyConfig(name="tiny", init_seed=2)).policy)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained("out")), expected)

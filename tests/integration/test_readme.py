@@ -1,0 +1,101 @@
+"""Every command of README.md runs, every file it names exists, its table is the committed measurement."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from alignment.cli import main
+from alignment.policy import PolicyConfig, load_policy, load_tokenizer
+from alignment.quickstart_report import Report, markdown
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
+LINES = [line.split(" #")[0].strip() for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+EVERYDAY = [line for line in LINES if re.match(r"alignment (fit|validate|predict) -c", line)]
+SMALL = ["--data.max_rows=8", "--data.max_eval_rows=4", "--data.batch_size=4", "--trainer.max_epochs=1"]
+"""What makes a command of the page short, without changing what it does."""
+
+
+def rows(path: Path, *names: str) -> None:
+    lines = [", ".join(f'"{name}": "{name} {i} of a row"' for name in names) for i in range(24)]
+    path.write_text("".join(f"{{{line}}}\n" for line in lines))
+
+
+@pytest.fixture
+def folder(workdir: Path) -> Path:
+    shutil.copytree(REPOSITORY / "configs", workdir / "configs")
+    return workdir
+
+
+def test_there_is_no_command_that_no_test_runs() -> None:
+    others = [line for line in LINES if line not in EVERYDAY]
+    kinds = sorted({" ".join(line.split()[:2]) for line in others if line})
+    assert kinds == ["alignment export", "alignment fetch", "alignment ui", "make quickstart", "make test"]
+
+
+def test_your_own_model_and_data(folder: Path) -> None:
+    """The three lines, with a local folder in place of the hub id."""
+    rows(folder / "my_rows.jsonl", "prompt", "completion")
+    rows(folder / "my_pairs.jsonl", "prompt", "chosen", "rejected")
+    model = load_policy(PolicyConfig(name="tiny"))
+    model.save_pretrained(folder / "base")
+    load_tokenizer(PolicyConfig(name="tiny")).save_pretrained(folder / "base")
+    block = next(block for kind, block in BLOCKS if "my_rows.jsonl" in block)
+    for line in block.splitlines():
+        words = shlex.split(line.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "base"))
+        assert main([*words[1:], *(SMALL if "fit" in words else [])]) == 0, line
+    load_policy(PolicyConfig(name=str(folder / "models" / "mine")))
+
+
+def test_everyday_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in [line for line in EVERYDAY if "my_" not in line]:
+        words = shlex.split(line)[1:]
+        if "ddp2" in line:
+            words += ["--trainer.devices=1"]  # two processes have tests of their own
+        if "--print_config" in line:
+            with pytest.raises(SystemExit) as done:
+                main(words)
+            assert done.value.code in (0, None)
+            assert "beta: 0.1" in capsys.readouterr().out
+            continue
+        assert main([*words, *SMALL]) == 0, line
+    assert list(folder.glob("runs/*/*/predictions.jsonl"))
+
+
+def test_the_python_block(folder: Path) -> None:
+    block = next(block for kind, block in BLOCKS if kind == "python")
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert list(folder.rglob("manifest.json"))
+
+
+@pytest.mark.parametrize("target", ["quickstart", "quickstart MODEL=tiny", "test", "lint", "bench", "reliability"])
+def test_make_targets_exist(target: str) -> None:
+    words = ["make", "-n", *target.split()]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+PAGES = ["README.md", *sorted(str(page.relative_to(REPOSITORY)) for page in REPOSITORY.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)\)", text) if "://" not in link]
+    assert all(((REPOSITORY / page).parent / link).exists() for link in links), links
+    named = re.findall(r"`((?:configs|alignment|modules|callbacks|datamodules|benchmarks)/[\w./]+\.(?:py|yaml))`", text)
+    assert all((REPOSITORY / path).exists() for path in named), named
+
+
+def test_the_table_is_the_committed_measurement() -> None:
+    shown = re.search(r"<!-- quickstart:.*?-->\n(.*?)<!-- /quickstart -->", README, flags=re.DOTALL)
+    assert shown is not None
+    report = Report.from_json((REPOSITORY / "reports" / "quickstart.json").read_text())
+    assert shown.group(1).strip() == markdown(report).strip()
