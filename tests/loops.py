@@ -103,9 +103,15 @@ def loaders(size: int = 12) -> tuple[StatefulLoader, StatefulLoader]:
 
 
 def fit(
-    folder: Path, callbacks: list[L.Callback], ckpt_path: Path | str | None = None, *, module: Recorder, **trainer: Any
+    folder: Path,
+    callbacks: list[L.Callback],
+    ckpt_path: Path | str | None = None,
+    *,
+    module: Recorder,
+    train: Any = None,
+    **trainer: Any,
 ) -> list[Any]:
-    """Fit on the CPU; the rows its logger got."""
+    """Fit on the CPU, on `loaders()` or another training loader; the rows its logger got."""
     logger = Rows()
     settings = {"max_epochs": 3, "plugins": [SafeCheckpointIO()], "log_every_n_steps": 1, **trainer}
     run = L.Trainer(
@@ -119,5 +125,6 @@ def fit(
         default_root_dir=folder,
         **settings,
     )
-    run.fit(module, *loaders(), ckpt_path=ckpt_path)
+    own, validation = loaders()
+    run.fit(module, own if train is None else train, validation, ckpt_path=ckpt_path)
     return logger.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def _handlers_are_given_back() -> Any:
     before = [signal.getsignal(n) for n in numbers]
     yield
     assert [signal.getsignal(n) for n in numbers] == before
+    # One left behind would send its signal to whatever runs by then.
+    assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)])
