@@ -1,4 +1,5 @@
-# make quickstart | test | lint      each creates .venv on its first use; a second call starts at once.
+# make quickstart | test | lint | bench | reliability
+# Each creates .venv on its first use; a second call starts at once. bench and reliability write reports/.
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2
@@ -7,7 +8,7 @@ PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint bench reliability clean
 
 # Two cores are the reference machine: one thread per process keeps results the same from run to run.
 export OMP_NUM_THREADS ?= 2
@@ -21,6 +22,12 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.logprobs
+
+reliability: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reliability
 
 # torch goes first: alone and pinned, pip takes the build the index offers instead of resolving around it.
 $(STAMP): pyproject.toml constraints.txt
