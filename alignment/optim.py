@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 LARGE_BATCH = 1024
 SMALL_BATCH = 32
 
+MATRICES = "matrices"
+"""Name of the parameter group with weight decay."""
+
 OptimizerName = Literal["adamw", "adamw_8bit", "lion_8bit", "ademamix_8bit", "paged_adamw_8bit", "sgd"]
 
 
@@ -78,7 +81,7 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
             (decay if p.ndim >= 2 and not name.endswith("bias") else plain).append(p)
     groups: list[dict[str, object]] = []
     if decay:
-        groups.append({"name": "matrices", "params": decay, "weight_decay": weight_decay})
+        groups.append({"name": MATRICES, "params": decay, "weight_decay": weight_decay})
     if plain:
         groups.append({"name": "vectors", "params": plain, "weight_decay": 0.0})
     if not groups:
@@ -142,3 +145,19 @@ def peak_lr(config: OptimConfig, batch_size: int | None) -> float:
     reduced = config.lr * 0.7
     log.warning("large-batch rule: batch %d >= %d, learning rate %g -> %g", batch_size, LARGE_BATCH, config.lr, reduced)
     return reduced
+
+
+def refresh(optimizer: torch.optim.Optimizer, schedule: LambdaLR, weight_decay: float | None) -> None:
+    """After a resume: the rate this schedule has at the step reached, whatever schedule the checkpoint was made under.
+
+    With `weight_decay` also everything else that `build_optimizer` was given: torch keeps what the state brings (peak
+    rate, decay, betas, eps), while settings given anew are the ones to use. None leaves those as they were saved.
+    """
+    for i, group in enumerate(optimizer.param_groups):
+        if weight_decay is not None:
+            fresh = optimizer.defaults  # not part of the state
+            group.update({name: fresh[name] for name in ("betas", "eps", "momentum") if name in fresh})
+            group["weight_decay"] = weight_decay if group["name"] == MATRICES else 0.0
+            group["initial_lr"] = schedule.base_lrs[i] = fresh["lr"]
+        group["lr"] = schedule.base_lrs[i] * schedule.lr_lambdas[i](schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -24,7 +25,7 @@ from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
-from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr
+from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
 from alignment.protocols import SizedBatches
 from alignment.resume import rewind, settle
 
@@ -70,6 +71,7 @@ class TrainingMixin(L.LightningModule):
         self._train_window = MetricWindow()
         self._eval_window = MetricWindow()
         self._batch_size_noted = False
+        self._saved_optim: Mapping[str, Any] | None = None  # of the checkpoint a fit resumes from
 
     # ------------------------------------------------------------------ what a module defines
 
@@ -117,6 +119,13 @@ class TrainingMixin(L.LightningModule):
 
     def on_train_start(self) -> None:
         rewind(self.trainer)
+        if self._saved_optim is not None:
+            optimizer, schedule = self.trainer.optimizers[0], self.lr_schedulers()
+            assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
+            # The peak rate may also differ by the large-batch rule, when the batch size is another one.
+            changed = self._saved_optim != plain(self.optim) or optimizer.defaults["lr"] != schedule.base_lrs[0]
+            refresh(optimizer, schedule, self.optim.weight_decay if changed else None)
+            self._saved_optim = None
 
     def on_train_epoch_end(self) -> None:
         self._log_training_window(epoch=True)
@@ -211,10 +220,24 @@ class TrainingMixin(L.LightningModule):
     def training_state(self) -> dict[str, Any]:
         """Everything besides weights and moments that shapes training, JSON-able. Subclasses add to it."""
         moving = {name: {"configured": self.hparams.get(name), "now": getattr(self, name)} for name in self.moving}
-        return {"batches_seen": self.batches_seen, "guard": self.guard.state_dict(), "moving": moving}
+        return {
+            "module": type(self).__name__,
+            "batches_seen": self.batches_seen,
+            "guard": self.guard.state_dict(),
+            "moving": moving,
+        }
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `training_state`. A setting given anew with another value than the run began with is kept."""
+        """Inverse of `training_state`. A setting given anew with another value than the run began with is kept.
+
+        Raises UserError for the state of another class: its optimizer, step and schedule would go on here, and a
+        reference would be the model from before that training. A subclass may go on from its base.
+        """
+        if state["module"] not in {cls.__name__ for cls in type(self).__mro__}:
+            raise UserError(
+                f"the checkpoint is of a {state['module']}, not of a {type(self).__name__}; to start from its weights, "
+                "write them with `alignment export` and give that folder as policy.name"
+            )
         self.batches_seen = int(state["batches_seen"])
         self.guard.load_state_dict(state["guard"])
         for name, saved in state["moving"].items():
@@ -231,6 +254,15 @@ class TrainingMixin(L.LightningModule):
         if STATE_KEY not in checkpoint:
             raise UserError("the checkpoint was not written by one of this project's modules: it has no training state")
         self.load_training_state(checkpoint[STATE_KEY])
+        saved = checkpoint.get("hyper_parameters", {}).get("optim")
+        if saved is None or self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+            return
+        if saved["optimizer"] != self.optim.optimizer:
+            raise UserError(
+                f"optim.optimizer is {self.optim.optimizer}, and the state in the checkpoint is that of "
+                f"{saved['optimizer']}; keep the optimizer, or export the weights and start a new run from them"
+            )
+        self._saved_optim = saved
 
     def save_hyperparameters(self, *args: Any, **kwargs: Any) -> None:
         """Lightning's, with dataclasses stored as plain mappings so that a checkpoint's state is JSON."""
