@@ -1,0 +1,110 @@
+"""Reading and checking what a run says about its rewards, and finding the values their parameters stand for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from alignment.errors import UserError
+from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, describe, load, wanted
+from alignment.rewards.protocol import RewardSpec, Samples, SuiteConfig
+from alignment.training import as_config
+
+AnySpec = RewardSpec | Mapping[str, Any] | str | Callable[..., Any]
+
+
+def to_spec(given: AnySpec) -> RewardSpec:
+    if isinstance(given, RewardSpec | Mapping):
+        return as_config(RewardSpec, given)
+    return RewardSpec(reward=given)
+
+
+def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
+    """Raise UserError for settings that cannot work, naming reward and setting."""
+    if not specs:
+        raise UserError("no rewards are given; name at least one")
+    if config.workers < 1:
+        raise UserError(f"workers is {config.workers}; there must be at least one")
+    if not 0 <= config.fault_limit <= 1 or config.fault_window < 1:
+        raise UserError("fault_limit is a share from 0 to 1, and fault_window at least one batch")
+    for name, spec in specs.items():
+        if not name or "/" in name:
+            raise UserError(f"'{name}' cannot be the name of a reward: it names a metric, so it has no '/'")
+        if not spec.timeout_s > 0:
+            raise UserError(f"reward '{name}': timeout_s is {spec.timeout_s}; it must be positive")
+        if spec.batch_size is not None and spec.batch_size < 1:
+            raise UserError(f"reward '{name}': batch_size is {spec.batch_size}; it must be positive, or null")
+        if isinstance(spec.scale, str) and spec.scale != "running":
+            raise UserError(f"reward '{name}': scale is '{spec.scale}'; use [low, high], running, or null")
+        if isinstance(spec.scale, tuple) and not (len(spec.scale) == 2 and spec.scale[0] < spec.scale[1]):
+            raise UserError(f"reward '{name}': scale is {list(spec.scale)}; it is [low, high] with low below high")
+        if spec.condition is not None:
+            _check_condition(name, spec.condition.reward, specs)
+
+
+def _check_condition(name: str, other: str, specs: Mapping[str, RewardSpec]) -> None:
+    if other == name:
+        raise UserError(f"reward '{name}' is conditioned on itself")
+    if other not in specs:
+        near = get_close_matches(other, specs, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(specs)}"
+        raise UserError(f"reward '{name}' is conditioned on '{other}', which is not a reward; {hint}")
+
+
+def source_of(name: str, spec: RewardSpec) -> Source:
+    """What a worker needs to find the reward again."""
+    if isinstance(spec.reward, str):
+        return spec.reward, spec.args
+    path = getattr(spec.reward, "__qualname__", "<object>")
+    module = getattr(spec.reward, "__module__", "__main__")
+    if module == "__main__" or "<" in path or "." in path:
+        raise UserError(
+            f"reward '{name}' is a callable that a worker cannot import ({module}.{path}); put it at the top of a "
+            "file, or set in_process: true"
+        )
+    return f"{module}.{path}", spec.args
+
+
+def load_here(name: str, spec: RewardSpec) -> tuple[Function, Wanted]:
+    try:
+        function = load((spec.reward, spec.args)) if isinstance(spec.reward, str) else spec.reward
+        return function, wanted(function)
+    except UserError as error:
+        raise UserError(f"reward '{name}' cannot be loaded: {error}") from error
+    except Exception as error:  # the user's own code: it may raise anything
+        raise UserError(f"reward '{name}' cannot be loaded: {describe(error)}") from error
+
+
+def bind(name: str, wants: Wanted, samples: Samples) -> dict[str, Sequence[Any]]:
+    """What a reward's parameters stand for, N values each. Raises UserError for one that is required and not known."""
+    plain = dict(zip(SINGLE if wants.per_sample else BATCH, BATCH, strict=True))
+    rows = samples.columns or [{}] * len(samples)
+    for column in wants.columns:
+        _check_column(name, column, rows)
+    arguments: dict[str, Sequence[Any]] = {}
+    for parameter in wants.names:
+        if parameter == "columns":
+            arguments[parameter] = rows
+        elif parameter in plain:
+            values = getattr(samples, plain[parameter])
+            if values is not None:
+                arguments[parameter] = values
+            elif parameter not in wants.optional:
+                raise UserError(f"reward '{name}' needs {parameter}, which these samples do not have")
+        elif parameter not in wants.optional or any(parameter in row for row in rows):
+            _check_column(name, parameter, rows)
+            arguments[parameter] = [row.get(parameter) for row in rows]
+    return arguments
+
+
+def _check_column(name: str, column: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not any(column in row for row in rows):
+        known = ", ".join(sorted({c for row in rows for c in row})) or "none"
+        raise UserError(f"reward '{name}' needs the data column '{column}'; the data's columns: {known}")
+
+
+def digest(prompt: str, completion: str) -> str:
+    """Digest of what is scored."""
+    return hashlib.blake2b(f"{prompt}\x1f{completion}".encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
