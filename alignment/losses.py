@@ -4,7 +4,8 @@ or better, in nats, and nothing here reads a model.
 A loss function returns one value per pair or row and never reduces over the batch: the caller multiplies by weights and
 divides by counts of the *whole* batch (`share`), so that micro-batches and ranks cannot change the result.
 
-To add a preference loss, write one function and decorate it with `@dpo_loss("name")`.
+To add a preference loss, write one function of a `PairLogRatios` and decorate it with `@dpo_loss("name")`, or give its
+import path as the name (`loss: my_losses.squared_hinge`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
+from alignment.named import imported
 
 Aggregation = Literal["mean", "min", "uwo"]
 
@@ -135,12 +137,17 @@ def dpo_loss(name: str, *, max_smoothing: float = 0.0) -> Callable[[DPOLossFn], 
 
 
 def check_dpo_loss(name: str, beta: float, label_smoothing: float) -> DPOLossFn:
-    """The loss function called `name`. Raises UserError for an unknown name or a setting it is not defined for."""
-    if name not in DPO_LOSSES:
-        raise UserError(f"preference loss {name!r} is not known; available: {', '.join(sorted(DPO_LOSSES))}")
+    """The loss function called `name`, or the one at the import path `name`, which may use label smoothing as it likes.
+    Raises UserError for an unknown name or a setting it is not defined for."""
+    if "." in name:
+        loss = DPOLoss(fn=imported("preference loss", name), max_smoothing=0.5)
+    elif name in DPO_LOSSES:
+        loss = DPO_LOSSES[name]
+    else:
+        known = ", ".join(sorted(DPO_LOSSES))
+        raise UserError(f"preference loss {name!r} is not known; available: {known}, or the import path of your own")
     if not beta > 0:
         raise UserError(f"beta is {beta}; it must be positive")
-    loss = DPO_LOSSES[name]
     if label_smoothing and loss.max_smoothing == 0:
         users = ", ".join(sorted(n for n, entry in DPO_LOSSES.items() if entry.max_smoothing > 0))
         raise UserError(f"preference loss {name!r} does not use label_smoothing ({label_smoothing}); these do: {users}")

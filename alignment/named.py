@@ -56,20 +56,13 @@ class Registry(Generic[F]):
         """The function called `name`, or the one at the import path `name`. Raises UserError when there is none."""
         if name in self._functions:
             return self._functions[name]
-        module, _, attribute = name.rpartition(".")
-        if not module:
+        if "." not in name:
             near = difflib.get_close_matches(name, self._functions, n=1)
             hint = f", did you mean '{near[0]}'?" if near else ""
             raise UserError(
                 f"{self.kind} '{name}' is not known{hint}; available: {', '.join(self)}, or the import path of your own"
             )
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"{self.kind} '{name}' cannot be imported: {error}") from error
-        if not callable(found):
-            raise UserError(f"{self.kind} '{name}' is {type(found).__name__}, not a function")
-        return cast(F, found)
+        return cast(F, imported(self.kind, name))
 
     def get(self, name: str, options: Mapping[str, Any] | None = None) -> F:
         """`find`, with some of the function's settings given. Raises UserError for one that it does not have."""
@@ -82,3 +75,15 @@ class Registry(Generic[F]):
                 f"{self.kind} '{name}' has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
             )
         return cast(F, functools.partial(function, **options))
+
+
+def imported(kind: str, path: str) -> Callable[..., Any]:
+    """The function at an import path (`my_file.my_function`). Raises UserError, naming `kind`, when there is none."""
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{kind} '{path}' cannot be imported: {error}") from error
+    if not callable(found):
+        raise UserError(f"{kind} '{path}' is {type(found).__name__}, not a function")
+    return cast(Callable[..., Any], found)

@@ -40,7 +40,7 @@ class DPO(ReferencedMixin, L.LightningModule):
 
     Args:
         policy: the model to train; it is its own reference before the first step.
-        loss: name of the preference loss.
+        loss: name of the preference loss, or the import path of your own (my_losses.squared_hinge).
         beta: strength of the pull to the reference; callbacks may move it during training.
         label_smoothing: share of labels assumed flipped, below 0.5: cDPO with sigmoid; needed by robust.
         ld_alpha: weight of tokens beyond the shared length, 0 to 1. Null: plain sums.
