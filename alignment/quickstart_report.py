@@ -17,8 +17,8 @@ SAMPLES = 3
 """Sample replies shown: those to the first held-out prompts, not chosen by how they came out."""
 
 _LINES: tuple[tuple[str, str, str], ...] = (
-    ("preference_accuracy", "preference accuracy", "{:.0%}"),
-    ("reward_margin", "reward margin", "{:+.2f}"),
+    ("preference_accuracy", "preference accuracy, against the column before", "{:.0%}"),
+    ("reward_margin", "reward margin, against the column before", "{:+.2f}"),
     ("right", "right answers", "{:.0%}"),
     ("warmth", "warmth (0 to 1)", "{:.2f}"),
     ("length", f"length in tokens (at most {MAX_REPLY})", "{:.1f}"),

@@ -1,13 +1,16 @@
 """What a policy does on held-out prompts of the support world, in a few numbers that can be read aloud.
 
-Every number is about products that no training row names, and compares with one fixed model, the start:
+Every number is about products that no training row names:
 
     preference_accuracy  share of held-out comparisons whose chosen reply has the larger implicit reward
-                         beta (log pi(y) - log pi_start(y)), ties half (arXiv 2305.18290); 0.5 for the start itself
-    reward_margin        mean implicit reward of chosen minus rejected; 0 for the start
+                         beta (log pi(y) - log pi_ref(y)), ties half (arXiv 2305.18290); pi_ref is the policy that the
+                         stage of training began from, so 0.5 where nothing was trained
+    reward_margin        mean implicit reward of chosen minus rejected against the same pi_ref; 0 where nothing was
+                         trained
     right, warmth        judged on the policy's own greedy replies (`alignment.world`), share and mean in [0, 1]
     length               tokens of those replies, the end included, at most `MAX_REPLY`
-    kl                   nats per token: KL(pi || pi_start) over the whole vocabulary, mean over those replies' tokens
+    kl                   nats per token: KL(pi || pi_start) over the whole vocabulary, mean over those replies' tokens;
+                         pi_start is the policy before any training
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Score:
 
 
 class Scorecard:
-    """Scores policies that share one tokenizer against the start.
+    """Scores policies that share one tokenizer.
 
     Args:
         start: the policy before training; kept, and never changed.
@@ -73,14 +76,17 @@ class Scorecard:
         comparisons = world.load("preference", "test", size=len(world.ASPECTS) * max(1, prompts // 2))
         self._aspects = [row["aspect"] for row in comparisons]
         self._pairs = _pairs(encoder, comparisons)
-        self._start_logps = self._pair_logps(self.start)
 
     @torch.no_grad()
-    def score(self, policy: nn.Module) -> Score:
-        """Score one policy (set to evaluation mode)."""
+    def score(self, policy: nn.Module, logps: Tensor, reference_logps: Tensor) -> Score:
+        """Score one policy (set to evaluation mode).
+
+        Args:
+            policy: the policy.
+            logps, reference_logps: [2 x comparisons] `pair_logps` of the policy and of the one its training began from.
+        """
         model = cast(PreTrainedModel, policy.eval())
-        logps = self._start_logps if model is self.start else self._pair_logps(model)
-        rewards = self.beta * (logps - self._start_logps).view(-1, 2)
+        rewards = self.beta * (logps - reference_logps).view(-1, 2)
         margins = (rewards[:, 0] - rewards[:, 1]).double()
         wins = (margins > 0).double() + 0.5 * (margins == 0).double()
         replies: list[str] = []
@@ -108,9 +114,9 @@ class Scorecard:
         )
 
     @torch.no_grad()
-    def _pair_logps(self, model: PreTrainedModel) -> Tensor:
-        """[2 x comparisons] summed log-probs, chosen and rejected in turn."""
-        engine = LogProbEngine(model)
+    def pair_logps(self, policy: nn.Module) -> Tensor:
+        """[2 x comparisons] summed log-probs of the held-out comparisons' replies, chosen and rejected in turn."""
+        engine = LogProbEngine(policy.eval())
         engine.verify()
         out = torch.zeros(self._pairs.num_prompts, 2 * len(world.ASPECTS))
         for micro in self._pairs.split(2048):  # which reorders groups

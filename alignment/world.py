@@ -48,8 +48,8 @@ WRONG_IN_LOG = 10
 class Attribute:
     """One kind of fact: how the FAQ names it, the values it can take, how customers ask and how agents answer.
 
-    `{p}` stands for the product, `{v}` for the value. No number is a value of two kinds, so that a model of two small
-    layers can learn which fact a number is.
+    `{p}` stands for the product, `{v}` for the value. No number is a value of two kinds, so a number alone
+    tells which fact it is.
     """
 
     label: str

@@ -41,7 +41,8 @@ def card(models, tokenizer):
 
 @pytest.fixture(scope="module")
 def score(card, models):
-    return card.score(models[1])
+    start, policy = models
+    return card.score(policy, card.pair_logps(policy), card.pair_logps(start))
 
 
 def _prompt(tokenizer, row):
@@ -100,10 +101,11 @@ def test_preference_numbers_are_those_of_pairs_read_one_by_one(models, tokenizer
 
 
 def test_a_policy_equal_to_the_start_scores_half_zero_and_zero(card, models):
-    same = card.score(copy.deepcopy(models[0]))
+    reference = card.pair_logps(models[0])
+    same = card.score(copy.deepcopy(models[0]), reference, reference)
     assert (same.preference_accuracy, same.reward_margin) == (0.5, 0.0)
     assert same.kl == pytest.approx(0.0, abs=1e-6)
-    assert card.score(models[0]).numbers == {**same.numbers, "kl": 0.0}
+    assert card.score(models[0], reference, reference).numbers == {**same.numbers, "kl": 0.0}
     assert not math.isnan(same.length)
 
 
