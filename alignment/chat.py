@@ -332,6 +332,15 @@ class ChatEncoder:
         return ids
 
 
+def end_ids(tokenizer: PreTrainedTokenizerBase, *given: int | Sequence[int] | None) -> list[int]:
+    """Every id that ends a reply, ascending: the tokenizer's end of text, the chat template's end of turn, and what the
+    model's own settings name (`given`)."""
+    ends = {tokenizer.eos_token_id, ChatEncoder(tokenizer=tokenizer).end_id}
+    for ids in given:
+        ends |= {ids} if isinstance(ids, int) else set(ids or ())
+    return sorted(cast(set[int], ends))
+
+
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 of everything that decides how this tokenizer turns text into ids: vocabulary, rules, chat template."""
     parts: dict[str, Any] = {

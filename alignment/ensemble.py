@@ -73,25 +73,32 @@ class RewardHeads(nn.Module):
         """[N, E] fp32 scores. Raises ValueError for a completion without a token: it has no last token."""
         if bool((batch.completion_lengths == 0).any()):
             raise ValueError("a completion without tokens cannot be scored")
-        last, weight = batch.completion_lengths.cumsum(0) - 1, self.weight.float()
+        last = batch.completion_lengths.cumsum(0) - 1
         if self.kind == "heads":
-            return self._last_states(self._engines[0], batch, last) @ weight.T
+            return _project(self._last_states(self._engines[0], batch, last), self.weight)
         columns: list[Tensor] = []
         for member, name in enumerate(self.names):
             if self._adapted:
                 self._activate(name)
             engine = self._engines[0 if self._adapted else member]
-            columns.append(self._last_states(engine, batch, last) @ weight[member])
+            columns.append(_project(self._last_states(engine, batch, last), self.weight[member : member + 1]))
         if self._adapted:
             self._activate(FIRST_ADAPTER)
-        return torch.stack(columns, dim=1)
+        return torch.cat(columns, dim=1)
 
     @staticmethod
     def _last_states(engine: LogProbEngine, batch: GroupBatch, last: Tensor) -> Tensor:
-        """[N, H] fp32 state after reading each completion's last token."""
+        """[N, H] state after reading each completion's last token."""
         hidden = engine(batch, logps=False, hidden="at").hidden
         assert hidden is not None
-        return hidden[last].float()
+        return hidden[last]
+
+
+def _project(states: Tensor, weight: Tensor) -> Tensor:
+    """[N, H], [E, H] -> [N, E] in fp32, also under bf16-mixed: two scores that differ by less than a bf16 step (0.4%
+    of them) would be a tie."""
+    with torch.autocast(states.device.type, enabled=False):
+        return states.float() @ weight.float().T
 
 
 def check_ensemble(module: PolicyMixin, members: int, kind: EnsembleKind) -> None:

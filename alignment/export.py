@@ -21,7 +21,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from alignment.chat import ChatEncoder
+from alignment.chat import end_ids
 from alignment.checkpoint_folder import load_checkpoint_folder
 from alignment.errors import UserError
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
@@ -91,10 +91,7 @@ def export(
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """The model's own, with every id that ends a reply: the model's, the tokenizer's, and the chat template's."""
     config = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
-    ends = {tokenizer.eos_token_id, ChatEncoder(tokenizer=tokenizer).end_id}
-    for given in (config.eos_token_id, model.config.eos_token_id):
-        ends |= set(given) if isinstance(given, list) else {given}
-    config.eos_token_id = sorted(e for e in ends if e is not None)
+    config.eos_token_id = end_ids(tokenizer, config.eos_token_id, model.config.eos_token_id)
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
     return config

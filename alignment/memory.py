@@ -190,14 +190,14 @@ def _activation_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int
     text = architecture.get_text_config(decoder=True)
     tokens = plan.micro_batch_tokens
     row = min(plan.row_tokens or tokens, tokens)
-    heads = text.num_attention_heads
     hidden = text.hidden_size
-    attention = heads * (getattr(text, "head_dim", None) or hidden // heads)
+    # A recurrent model may have no attention at all.
+    heads = getattr(text, "num_attention_heads", None)
+    attention = heads * (getattr(text, "head_dim", None) or hidden // heads) if heads else 0
     # A dense configuration has no such fields, a mixture of experts has them beside or instead of the dense size.
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    mlp = experts * (
-        getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0) or 4 * hidden
-    )
+    widths = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * hidden
+    mlp = experts * (max(widths) if isinstance(widths, list) else widths)  # some architectures give one a layer
     lora = plan.policy.lora is not None
     norms = (4 if lora else 6 if b == 4 else 8) * hidden
     layer = tokens * b * (norms + 4 * attention + 4 * mlp + row)

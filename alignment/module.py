@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from alignment import memory
 from alignment.batches import GroupBatch
+from alignment.chat import end_ids
 from alignment.checkpoint import load_module
 from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine
 from alignment.optim import OptimConfig
-from alignment.policy import PolicyConfig, check_vocabulary, load_policy, load_tokenizer
+from alignment.policy import PolicyConfig, base_model, check_vocabulary, load_policy, load_tokenizer
 from alignment.protocols import FiniteGroups, SizedBatches
 from alignment.training import TrainingMixin, as_config
 from alignment.transforms import Stage, Transform, Transforms
@@ -134,9 +135,15 @@ class PolicyMixin(TrainingMixin):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        missing = sorted(set(self.state_dict()) - set(checkpoint["state_dict"]))
-        if missing:
+        own, saved = set(self.state_dict()), set(checkpoint["state_dict"])
+        if missing := sorted(own - saved):
             raise UserError(f"the checkpoint lacks {len(missing)} weights this module trains, for example {missing[0]}")
+        # With LoRA nothing else would say so: weights that have no place are left out in silence.
+        if surplus := sorted(saved - own):
+            raise UserError(
+                f"the checkpoint has {len(surplus)} weights this module does not, for example {surplus[0]}; "
+                "load it with the policy it was trained with"
+            )
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -149,12 +156,15 @@ class PolicyMixin(TrainingMixin):
 
     @torch.no_grad()
     def complete(self, batch: GroupBatch, max_new_tokens: int) -> list[list[int]]:
-        """P greedy completions, one per prompt, as token ids up to and including the end of text."""
+        """P greedy completions, one per prompt, as token ids up to and including what ends a reply."""
         prompts = [p.tolist() for p in torch.split(batch.prompt_ids, batch.prompt_lengths.tolist())]
         if not prompts:
             return []
         width = max(len(p) for p in prompts)
-        pad, eos = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
+        inner = base_model(self.policy)
+        settings = inner.generation_config
+        ends = end_ids(self.tokenizer, inner.config.eos_token_id, settings.eos_token_id if settings else None)
+        pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=batch.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=batch.device)
         output = self.policy.generate(  # type: ignore[operator]
@@ -163,9 +173,9 @@ class PolicyMixin(TrainingMixin):
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
-            eos_token_id=eos,
+            eos_token_id=ends,
         )
-        return [_until(row, eos) for row in output[:, width:].tolist()]
+        return [_until(row, ends) for row in output[:, width:].tolist()]
 
     def texts(self, batch: GroupBatch) -> list[dict[str, Any]]:
         """P mappings with the row's index, the prompt and the completions as text, special tokens included."""
@@ -190,5 +200,6 @@ class PolicyMixin(TrainingMixin):
         return rows
 
 
-def _until(ids: list[int], stop: int | None) -> list[int]:
-    return ids[: ids.index(stop) + 1] if stop in ids else ids
+def _until(ids: list[int], ends: list[int]) -> list[int]:
+    stop = next((at for at, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: stop + 1]

@@ -186,11 +186,12 @@ def _template_text(template: str) -> str:
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError when the tokenizer can produce ids the model has no embedding for."""
-    embeddings = base_model(model).get_input_embeddings()
-    assert isinstance(embeddings, nn.Embedding)
-    if len(tokenizer) > embeddings.num_embeddings:
+    # The weight and not `num_embeddings`: an adapter may wrap the embedding.
+    weight = base_model(model).get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    if len(tokenizer) > weight.shape[0]:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {embeddings.num_embeddings}: "
+            f"the tokenizer has {len(tokenizer)} tokens and the model embeds {weight.shape[0]}: "
             "they do not belong together; set policy.tokenizer"
         )
 

@@ -141,7 +141,7 @@ class FrozenAdapter(Reference):
     def _copy_weights(self) -> None:
         parameters = dict(self._peft.named_parameters())
         for name, source in list(parameters.items()):
-            twin = name.replace(f".{self._active}.", f".{self.name}.")
+            twin = ".".join(self.name if part == self._active else part for part in name.split("."))
             if twin != name:
                 parameters[twin].data = source.detach().clone()
                 parameters[twin].requires_grad_(False)

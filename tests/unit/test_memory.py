@@ -54,6 +54,22 @@ def test_bf16_by_hand() -> None:
     assert found.activations == 100 * 2 * (3 * (8 * 64 + 4 * 64 + 4 * 128 + 10) + 3 * 64)
 
 
+def test_a_model_without_attention_by_hand() -> None:
+    """Mamba: no heads, and an inner width of twice the hidden size."""
+    mamba = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 3}
+    found = estimate(plan(mamba, micro_batch_tokens=100, row_tokens=10))
+    assert found.activations == 100 * 4 * (3 * (6 * 64 + 4 * 128 + 10) + 3 * 64)
+
+
+def test_the_widest_layer_counts_where_widths_differ() -> None:
+    """Gemma 3n gives one MLP width a layer."""
+    widths = {"model_type": "gemma3n_text", "intermediate_size": [64, 128], "num_hidden_layers": 2, "hidden_size": 64,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size_per_layer_input": 8,
+              "vocab_size_per_layer_input": 512, "num_kv_shared_layers": 0, "laurel_rank": 4}  # fmt: skip
+    found = estimate(plan(widths, micro_batch_tokens=100, row_tokens=10))
+    assert found.activations == 100 * 4 * (2 * (6 * 64 + 4 * 64 + 4 * 128 + 10) + 3 * 64)
+
+
 def test_gradient_checkpointing_by_hand() -> None:
     found = estimate(plan(micro_batch_tokens=100, row_tokens=10, gradient_checkpointing=True))
     assert found.activations == 100 * 4 * (3 * 64 + 1162 + 3 * 64)

@@ -246,6 +246,16 @@ def test_a_tokenizer_too_large_for_the_model_is_named() -> None:
         check_vocabulary(tiny_model(vocab_size=500), load_tokenizer(PolicyConfig()))
 
 
+def test_adapted_embeddings_are_counted_too() -> None:
+    for targets in (["q_proj"], ["q_proj", "embed_tokens"]):
+        policy = load_policy(PolicyConfig(lora=LoRAConfig(r=4, target_modules=targets)))
+        tokenizer = load_tokenizer(PolicyConfig())
+        check_vocabulary(policy, tokenizer)
+        tokenizer.add_tokens(["one more"])
+        with pytest.raises(UserError, match="513 tokens and the model embeds 512"):
+            check_vocabulary(policy, tokenizer)
+
+
 def test_pad_equal_to_eos_still_trains_the_embedding_of_eos() -> None:
     """transformers freezes the input embedding of config.pad_token_id; here the text itself holds that token."""
     arch = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,

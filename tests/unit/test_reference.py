@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from alignment.batches import Group, GroupBatch
@@ -18,6 +19,7 @@ from alignment.logprobs import LogProbEngine
 from alignment.policy import LoRAConfig, PolicyConfig, load_policy, load_tokenizer
 from alignment.reference import Reference
 from alignment.reference_cache import row_keys, tokenizer_digest
+from alignment.tiny import tiny_model
 
 BETA = 0.1
 
@@ -103,6 +105,35 @@ def test_c9_at_step_0_every_reference_is_the_policy(
     assert dpo_loss(ours, theirs, batch) == pytest.approx(math.log(2), abs=1e-5)
     assert [n for n, p in policy.named_parameters() if p.requires_grad] == trainable
     assert policy.training
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [60, 61]},
+        {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    ],
+    ids=["embedding", "whole embedding", "some tokens", "DoRA"],
+)
+def test_every_part_of_a_pretrained_adapter_is_in_its_frozen_copy(tmp_path: Path, settings: dict[str, Any]) -> None:
+    policy = get_peft_model(tiny_model(), LoraConfig(r=4, task_type="CAUSAL_LM", **settings))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    batch = GroupBatch.from_groups(groups())
+    start = logps(policy, batch).detach()
+    policy.save_pretrained(tmp_path / "whole")
+    config = PolicyConfig(lora=LoRAConfig(pretrained=str(tmp_path / "whole")))
+    policy = load_policy(config)
+    reference = Reference.build("frozen_adapter", policy, config, LogProbEngine)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1
+    assert (logps(policy, batch) - start).abs().max() > 0.01
+    assert torch.allclose(reference.token_logps(batch), start, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
