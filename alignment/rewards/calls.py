@@ -25,7 +25,6 @@ SINGLE = ("prompt", "completion", *SHARED)
 Source = tuple[str, Mapping[str, Any]]
 """Import path, and what a class found there is constructed with."""
 Function = Callable[..., Any]
-Caught = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class Wanted(NamedTuple):
@@ -93,26 +92,38 @@ def wanted(reward: Function) -> Wanted:
 # ------------------------------------------------------------------------------------------------------------ calling
 
 
-def call_batch(reward: Function, arguments: Mapping[str, Sequence[Any]], size: int, caught: Caught) -> list[Outcome]:
-    """`size` outcomes of one call with lists. `caught`: what of the reward's exceptions becomes a fault."""
+def call_batch(
+    reward: Function, arguments: Mapping[str, Sequence[Any]], size: int, *, in_worker: bool
+) -> list[Outcome]:
+    """`size` outcomes of one call with lists. In the training process some exceptions pass through: see `_passes`."""
     try:
         values = _listed(reward(**arguments))
         if (count := len(values)) != size:
             return [Outcome(None, "length", f"returned {count} value{'s' * (count != 1)}, expected {size}")] * size
-        return [judge(value, caught) for value in values]
+        return [judge(value) for value in values]
     except _WrongType as wrong:
         return [Outcome(None, "type", str(wrong))] * size
-    except caught as error:
+    except BaseException as error:  # sys.exit in a reward must not end the run
+        if _passes(error, in_worker):
+            raise
         return [fault(error)] * size
 
 
-def call_one(reward: Function, arguments: Mapping[str, Any], caught: Caught) -> Outcome:
+def call_one(reward: Function, arguments: Mapping[str, Any], *, in_worker: bool) -> Outcome:
     """The outcome of one call for one completion."""
     try:
-        value = reward(**arguments)
-    except caught as error:
+        return judge(reward(**arguments))
+    except BaseException as error:
+        if _passes(error, in_worker):
+            raise
         return fault(error)
-    return judge(value, caught)
+
+
+def _passes(error: BaseException, in_worker: bool) -> bool:
+    """Whether an exception is not the reward's to answer for: in the training process Ctrl-C and a signal's exit, which
+    come to whatever code is running. An exit with status 0 is no signal's."""
+    harmless_exit = isinstance(error, SystemExit) and not error.code
+    return not (in_worker or isinstance(error, Exception) or harmless_exit)
 
 
 class _WrongType(Exception):
@@ -130,7 +141,7 @@ def _listed(values: object) -> list[Any]:
     raise _WrongType(f"returned a {type(values).__name__}, expected a list with one value per completion")
 
 
-def judge(value: object, caught: Caught) -> Outcome:
+def judge(value: object) -> Outcome:
     """A number, None, or a fault. Booleans and scalars of numpy and torch are numbers; text never is."""
     if value is None:
         return Outcome(None)
@@ -141,7 +152,7 @@ def judge(value: object, caught: Caught) -> Outcome:
         number = float(value)
     except OverflowError:
         return Outcome(None, "inf", "gave a number beyond float64")
-    except caught as error:
+    except Exception as error:  # __float__ is the user's code too
         return Outcome(None, "type", f"gave a {type(value).__name__} that is no number: {describe(error)}")
     if math.isnan(number):
         return Outcome(None, "nan", "gave NaN")

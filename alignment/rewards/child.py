@@ -80,10 +80,10 @@ class Server:
             for i in range(start, len(keys)):
                 self._reseed(name, keys[i])
                 single = {argument: values[i] for argument, values in arguments.items()}
-                self._answer([call_one(reward, single, BaseException)])
+                self._answer([call_one(reward, single, in_worker=True)])
         elif keys:
             self._reseed(name, *keys)
-            self._answer(call_batch(reward, arguments, len(keys), BaseException))
+            self._answer(call_batch(reward, arguments, len(keys), in_worker=True))
 
     def _answer(self, outcomes: Sequence[Outcome]) -> None:
         self._channel.send({"outcomes": outcomes})

@@ -87,8 +87,8 @@ class RewardSpec:
         condition: count the value only where another reward reaches a threshold; it is 0 elsewhere.
         timeout_s: seconds one call may take; then its worker is killed and the completions of that call abstain.
         batch_size: completions a worker gets at a time. Null: 8 for a reward of single completions; else all of them.
-        in_process: call it in the training process: for model rewards, and for cheap code you trust. It then has no
-            deadline, and a crash there ends the run; everything else is supervised as usual.
+        in_process: call it in the training process when the values are collected: for model rewards, and for cheap code
+            you trust. It then has no deadline, and a crash there ends the run; all else is supervised as usual.
     """
 
     reward: str | Callable[..., Any]
@@ -106,7 +106,8 @@ class SuiteConfig:
     """How the rewards of a run are supervised.
 
     Args:
-        workers: processes that rewards run in; each serves every reward. Results do not depend on their number.
+        workers: processes that rewards run in, on each rank; each serves every reward and sees no GPU. Results do not
+            depend on their number.
         memory_mb: MiB of private memory a worker may hold; a call that needs more fails with MemoryError.
         load_timeout_s: seconds a reward may take to be imported and constructed.
         fault_limit: the run stops when a reward fails to give a value for more than this share of the completions ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -29,7 +30,11 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
         raise UserError(f"workers is {config.workers}; there must be at least one")
     if not 0 <= config.fault_limit <= 1 or config.fault_window < 1:
         raise UserError("fault_limit is a share from 0 to 1, and fault_window at least one batch")
+    if not 0 < config.load_timeout_s < math.inf:
+        raise UserError(f"load_timeout_s is {config.load_timeout_s}; it must be positive")
     for name, spec in specs.items():
+        if not math.isfinite(spec.weight):
+            raise UserError(f"reward '{name}': weight is {spec.weight}; it must be finite")
         if not name or "/" in name:
             raise UserError(f"'{name}' cannot be the name of a reward: it names a metric, so it has no '/'")
         if not spec.timeout_s > 0:

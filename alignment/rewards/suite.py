@@ -151,15 +151,16 @@ class RewardSuite:
         return jobs
 
     def call_here(self, name: str, arguments: Mapping[str, Sequence[Any]], size: int) -> list[Outcome]:
-        """The outcomes of a reward in this process. What ends the process, and Ctrl-C, pass through."""
+        """The outcomes of a reward in this process. Ctrl-C and a signal's exit pass through."""
         function, spec = self._functions[name], self.specs[name]
         if self._wanted[name].per_sample:
-            return [call_one(function, {a: v[i] for a, v in arguments.items()}, Exception) for i in range(size)]
+            singles = [{a: v[i] for a, v in arguments.items()} for i in range(size)]
+            return [call_one(function, single, in_worker=False) for single in singles]
         outcomes: list[Outcome] = []
         step = spec.batch_size or size
         for start in range(0, size, step):
             part = {a: list(v[start : start + step]) for a, v in arguments.items()}
-            outcomes += call_batch(function, part, min(step, size - start), Exception)
+            outcomes += call_batch(function, part, min(step, size - start), in_worker=False)
         return outcomes
 
     def finish(

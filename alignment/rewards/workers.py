@@ -147,35 +147,23 @@ class Process:
         try:
             data = self._socket.recv(1 << 16)
         except TimeoutError:
-            if self._ended(0):  # whatever it has started may still hold the other end of the socket
-                raise Lost("crash", self._epitaph()) from None
-            return
+            assert self._process is not None
+            if self._process.poll() is None:
+                return
+            data = b""  # it has ended, but what it started may still hold the other end of the socket
         except OSError:
             data = b""
         if not data:
             raise Lost("crash", self._epitaph())
         self._buffer += data
 
-    def _ended(self, patience_s: float) -> bool:
-        """Whether the process has ended. It stays a zombie, so that its group's number cannot become another's."""
-        assert self._process is not None
-        until = time.monotonic() + patience_s
-        try:
-            while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(0.005)
-        except ChildProcessError:  # the trainer ignores SIGCHLD, or somebody waited for any child
-            pass
-        return True
-
     def _epitaph(self) -> str:
-        process = self._process
-        assert process is not None
-        if not self._ended(1.0):
+        """What became of a process that no longer answers."""
+        assert self._process is not None
+        try:
+            status = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
             return "its worker has closed its connection"
-        self.kill()
-        status = process.returncode
         if status == -signal.SIGKILL:
             return "its worker was killed (SIGKILL; was memory short?)"
         return f"its worker died of {signal.Signals(-status).name}" if status < 0 else f"its worker exited ({status})"
@@ -183,7 +171,8 @@ class Process:
     def kill(self) -> None:
         """End the process with all it has started, and collect it. Does nothing when there is none."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, all of them zombies
+            # Nothing is left of the group, or, on macOS, only zombies.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             # Only a process inside an uninterruptible system call survives; subprocess collects it later.
             with contextlib.suppress(subprocess.TimeoutExpired):

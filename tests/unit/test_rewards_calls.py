@@ -18,7 +18,8 @@ from alignment.rewards.calls import call_batch, call_one, load, wanted
 
 def outcomes(returned: Any) -> list[tuple[float | None, str | None]]:
     return [
-        (o.value, o.kind) for o in call_batch(lambda completions: returned, {"completions": ["a", "b"]}, 2, Exception)
+        (o.value, o.kind)
+        for o in call_batch(lambda completions: returned, {"completions": ["a", "b"]}, 2, in_worker=True)
     ]
 
 
@@ -74,7 +75,7 @@ def test_sequences_of_any_library(values: Any) -> None:
 )
 def test_anything_else_is_a_fault(returned: Any, kind: str, told: str) -> None:
     """C15: nothing is broadcast; nothing is read from text; a mapping is no list."""
-    found = call_batch(lambda completions: returned, {"completions": ["a", "b", "c"]}, 3, Exception)
+    found = call_batch(lambda completions: returned, {"completions": ["a", "b", "c"]}, 3, in_worker=True)
     assert [(o.value, o.kind) for o in found] == [(None, kind)] * 3
     assert told in found[0].message
 
@@ -87,9 +88,30 @@ def test_an_error_is_told_with_its_place() -> None:
     def broken(completion: str) -> float:
         raise KeyError("a\nb")
 
-    outcome = call_one(broken, {"completion": "x"}, Exception)
+    outcome = call_one(broken, {"completion": "x"}, in_worker=True)
     assert outcome.kind == "raise"
     assert outcome.message.startswith(r"KeyError: 'a\nb' (" + __file__)
+
+
+def throws(error: BaseException) -> Any:
+    def reward(completion: str) -> float:
+        raise error
+
+    return reward
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), SystemExit("bye")])
+def test_a_signals_exception_is_not_the_rewards_in_the_training_process(error: BaseException) -> None:
+    with pytest.raises(type(error)):
+        call_one(throws(error), {"completion": "x"}, in_worker=False)
+    with pytest.raises(type(error)):
+        call_batch(throws(error), {"completion": "x"}, 1, in_worker=False)
+    assert call_one(throws(error), {"completion": "x"}, in_worker=True).kind in ("raise", "exit")
+
+
+@pytest.mark.parametrize("status", [0, None])
+def test_an_exit_without_an_error_never_ends_the_run(status: int | None) -> None:
+    assert call_one(throws(SystemExit(status)), {"completion": "x"}, in_worker=False).kind == "exit"
 
 
 # ---------------------------------------------------------------------------------------------------- parameters

@@ -375,6 +375,8 @@ def test_from_yaml(tmp_path: Path) -> None:
         ({"a": lambda completion: 1.0}, {}, "a worker cannot import.*in_process: true"),
         ({"a": "x.y"}, {"workers": 0}, "workers is 0"),
         ({"a": "x.y"}, {"fault_limit": 2.0}, "fault_limit"),
+        ({"a": "x.y"}, {"load_timeout_s": 0.0}, "load_timeout_s"),
+        ({"a": {"reward": "x.y", "weight": NAN}}, {}, "weight is nan"),
     ],
 )
 def test_specifications_that_cannot_work(rewards: Any, config: Any, told: str) -> None:
