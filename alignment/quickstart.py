@@ -55,7 +55,7 @@ class Options:
 
     model: str = "smollm2"
     root: Path = Path(".")
-    prompts: int = 64
+    prompts: int = 48
     rows: int | None = None
     figure: Path | None = None
 
@@ -159,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m alignment.quickstart", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, tiny, a hub id or a folder")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder for models, runs and mlflow.db")
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts to answer")
+    parser.add_argument("--prompts", type=int, default=48, help="held-out prompts to answer")
     parser.add_argument("--rows", type=int, help="training rows of each stage, instead of the configurations'")
     parser.add_argument("--figure", type=Path, help="draw before and after into this file (.png, .svg)")
     options = Options(**vars(parser.parse_args(argv)))

@@ -25,7 +25,7 @@ from alignment.randomness import derive
 
 Kind = Literal["sft", "preference", "prompts"]
 Split = Literal["train", "val", "test"]
-Style = Literal["warm", "curt", "padded"]
+Style = Literal["warm", "plain", "curt", "padded"]
 Row = dict[str, Any]
 
 SIZES: dict[str, dict[str, int]] = {
@@ -37,9 +37,9 @@ SIZES: dict[str, dict[str, int]] = {
 
 ASPECTS = ("right", "warm", "short", "right_before_warm")
 """What a comparison is about: the chosen reply is right, warm and short; the rejected one is wrong, curt or padded. In
-the last the chosen reply is right but curt, the rejected one warm but wrong: a kind lie does not win."""
+the last the chosen reply is right but plain, the rejected one warm but wrong: a kind lie does not win."""
 
-STYLES_IN_LOG: tuple[Style, ...] = ("warm", "curt", "curt", "padded", "padded")
+STYLES_IN_LOG: tuple[Style, ...] = ("warm", "plain", "curt", "curt", "padded")
 WRONG_IN_LOG = 10
 """The support log: agents' styles by share, and one reply in this many is wrong."""
 
@@ -303,6 +303,8 @@ def reply(question: Question, style: Style, correct: bool, draws: _Draws) -> str
         text = draws.pick(_CURT).format(v=value)
         return text[0].upper() + text[1:]
     core = draws.pick(attribute.answers).format(p=question.product, v=value)
+    if style == "plain":
+        return core
     if style == "padded":
         padding = draws.pick(_PADDING)
         return f"{padding} {core}" if draws.below(2) else f"{core} {padding}"
@@ -312,7 +314,7 @@ def reply(question: Question, style: Style, correct: bool, draws: _Draws) -> str
 def _comparison(question: Question, aspect: str, draws: _Draws) -> tuple[str, str]:
     """(chosen, rejected) replies for one aspect."""
     if aspect == "right_before_warm":
-        return reply(question, "curt", True, draws), reply(question, "warm", False, draws)
+        return reply(question, "plain", True, draws), reply(question, "warm", False, draws)
     chosen = reply(question, "warm", True, draws)
     if aspect == "right":
         return chosen, reply(question, "warm", False, draws)

@@ -19,7 +19,7 @@ PROMPTS = 16
 @pytest.fixture(scope="module")
 def done(tmp_path_factory) -> tuple[Path, Report]:
     root = tmp_path_factory.mktemp("quickstart")
-    arguments = ["--model", "tiny", "--root", str(root), "--rows", "512", "--prompts", str(PROMPTS)]
+    arguments = ["--model", "tiny", "--root", str(root), "--rows", "768", "--prompts", str(PROMPTS)]
     assert quickstart.main([*arguments, "--figure", str(root / "picture.png")]) == 0
     (summary,) = root.glob("runs/quickstart/*/quickstart.json")
     return root, Report.from_json(summary.read_text())

@@ -12,7 +12,7 @@ from alignment import world
 
 @pytest.mark.parametrize(
     ("kind", "digest"),
-    [("sft", "5952deadfbd489a6"), ("preference", "26cca2c6a8de6bb3"), ("prompts", "ecb16d306a976053")],
+    [("sft", "178f3bb91a8fba75"), ("preference", "693d9df875930e36"), ("prompts", "ecb16d306a976053")],
 )
 def test_rows_are_the_same_on_every_platform(kind, digest):
     rows = [world.load(kind, split, seed=3, size=40) for split in ("train", "val", "test")]
@@ -93,7 +93,8 @@ def test_the_support_log_mixes_styles_and_is_mostly_right():
     assert [m["role"] for m in rows[0]["messages"]] == ["system", "user", "assistant"]
     right = sum(world.right(row["messages"][-1]["content"], row) for row in rows)
     assert 870 <= right <= 930  # one in ten is wrong: 900 +- 3 standard deviations
-    shares = {style: sum(row["style"] == style for row in rows) / len(rows) for style in ("warm", "curt", "padded")}
+    styles = ("warm", "curt", "plain", "padded")
+    shares = {style: sum(row["style"] == style for row in rows) / len(rows) for style in styles}
     assert shares["warm"] == pytest.approx(0.2, abs=0.04)
     assert shares["curt"] == pytest.approx(0.4, abs=0.05)
 
