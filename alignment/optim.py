@@ -91,6 +91,12 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, lr: float) -> torch.optim.Optimizer:
     """The configured optimizer over the trainable parameters, with peak learning rate `lr`."""
+    named = list(named)
+    if half := [name for name, p in named if p.requires_grad and p.dtype == torch.float16]:
+        raise UserError(
+            f"weights in float16 cannot be trained (for example {half[0]}): their range ends at 6e-8, where Adam's eps "
+            "and many gradients are 0; use policy.dtype bfloat16 or float32, or policy.lora"
+        )
     groups = parameter_groups(named, config.weight_decay)
     betas = {} if config.betas is None else {"betas": tuple(config.betas)}
     if config.optimizer == "adamw":

@@ -106,6 +106,14 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
         _reduce_bucket(bucket)
 
 
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all gradients together [], in fp32 or better: torch's own gives it in the gradients' dtype, and bf16
+    has three digits."""
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    return total
+
+
 def _reduce_bucket(bucket: Sequence[nn.Parameter]) -> None:
     grads = [p.grad for p in bucket if p.grad is not None]
     flat = torch.cat([g.flatten() for g in grads])
@@ -151,7 +159,7 @@ def update(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, *, keep_gr
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reduce_gradients(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=module.device)
+    norm = total_norm(grads) if grads else torch.zeros((), device=module.device)
     # Loss and gradients are sums over ranks, so every rank sees the same values and takes the same branch.
     loss, total = torch.stack([distributed.all_reduce_sum(share), norm.double()]).tolist()
     finite = math.isfinite(loss) and math.isfinite(total)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from alignment.batches import Group, GroupBatch
+from alignment.errors import UserError
 from alignment.guard import FiniteGuard, TrainingDivergedError
 from alignment.losses import share
 from alignment.metrics import Metrics, mean_of
 from alignment.optim import OptimConfig, build_optimizer, build_schedule, lr_factor, peak_lr
 from alignment.training import TrainingMixin, as_config
-from alignment.update import Counts, group_weights, row_weights
+from alignment.update import Counts, group_weights, row_weights, total_norm
 
 SGD = OptimConfig(lr=1.0, optimizer="sgd", schedule="constant", clip_norm=None)
 
@@ -282,6 +283,23 @@ def test_listeners_see_gradients_before_clipping(tmp_path: Path) -> None:
     assert module.history[0]["grad_norm"] == pytest.approx(math.sqrt(18))
 
 
+def test_the_norm_is_not_rounded_to_the_gradients_dtype() -> None:
+    """bf16 would give 5.03125, and fp16 has no number as large as the second."""
+    grads = [torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.bfloat16), torch.tensor([0.5], dtype=torch.bfloat16)]
+    assert float(total_norm(grads)) == pytest.approx(math.sqrt(25.25), rel=1e-6)
+    assert float(total_norm([torch.full((2,), 60000.0, dtype=torch.float16)])) == pytest.approx(60000 * math.sqrt(2))
+
+
+def test_float16_weights_are_not_trained() -> None:
+    """Adam's eps of 1e-8 is 0 in float16, so a gradient of 0 would make a weight NaN."""
+    layer = nn.Linear(2, 2, dtype=torch.float16)
+    with pytest.raises(UserError, match="bfloat16 or float32"):
+        build_optimizer(layer.named_parameters(), OptimConfig(), 0.1)
+    layer.requires_grad_(False)
+    model = nn.ModuleDict({"base": layer, "adapter": nn.Linear(2, 2)})
+    assert len(build_optimizer(model.named_parameters(), OptimConfig(), 0.1).param_groups) == 2
+
+
 def test_no_decay_on_vectors() -> None:
     layer = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     optimizer = build_optimizer(layer.named_parameters(), OptimConfig(weight_decay=0.1), 1e-3)
@@ -334,8 +352,11 @@ def test_schedule_needs_an_end() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(1023, 1.0), (1024, 0.7), (4096, 0.7)])
-def test_large_batch_rule(batch_size: int, expected: float) -> None:
-    assert peak_lr(OptimConfig(lr=1.0, large_batch_rule=True), batch_size) == pytest.approx(expected)
+def test_large_batch_rule(batch_size: int, expected: float, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="alignment.optim"):
+        assert peak_lr(OptimConfig(lr=1.0, large_batch_rule=True), batch_size) == pytest.approx(expected)
+    said = [f"large-batch rule: batch {batch_size} >= 1024, learning rate 1 -> 0.7"]
+    assert caplog.messages == (said if expected < 1 else [])
     assert peak_lr(OptimConfig(lr=1.0), batch_size) == 1.0
 
 
