@@ -36,7 +36,7 @@ def groups(count: int, completions: int, seed: int = 0, **rows: float) -> list[G
     return out
 
 
-class ToyData(L.LightningDataModule):
+class FixedData(L.LightningDataModule):
     """Fixed order; the batch of each rank is every world-th group. A finite source of groups."""
 
     def __init__(self, train: Sequence[Group], val: Sequence[Group] | None = None, batch_size: int = 8) -> None:

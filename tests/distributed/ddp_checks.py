@@ -18,7 +18,7 @@ from alignment.optim import OptimConfig
 from alignment.update import Counts
 from callbacks.predictions import Predictions
 from modules import DPO, SFT, RewardModel
-from tests.toys import TINY, ToyData, groups, trainer
+from tests.toys import TINY, FixedData, groups, trainer
 
 OPTIM = OptimConfig(lr=1e-4, schedule="cosine", warmup_steps=3)
 STEPS = 20
@@ -65,7 +65,7 @@ def equality(world: int, folder: Path) -> dict[str, Any]:
     for name, build, completions in (("sft", SFT, 1), ("reward", RewardModel, 2), ("dpo", DPO, 2)):
         extra = {"reference": "copy", "sft_weight": 0.3} if name == "dpo" else {}
         module, capture = build(**SETTINGS, **extra), Capture()
-        data = ToyData(rows(completions), val=groups(11, completions, seed=3, margin=0.01), batch_size=8)
+        data = FixedData(rows(completions), val=groups(11, completions, seed=3, margin=0.01), batch_size=8)
         untrained = ranks_trainer(folder, world).validate(module, datamodule=data, verbose=False)[0]
         t = ranks_trainer(folder, world, max_epochs=1, callbacks=[capture])
         t.fit(module, datamodule=data)
@@ -91,7 +91,7 @@ def one_bad_rank(world: int, folder: Path) -> dict[str, Any]:
     """C18 on two ranks."""
     module = OneBadRank(**SETTINGS)
     t = ranks_trainer(folder, world, max_epochs=1)
-    t.fit(module, datamodule=ToyData(rows(1, 32), batch_size=8))
+    t.fit(module, datamodule=FixedData(rows(1, 32), batch_size=8))
     return {
         "nonfinite": module.nonfinite_steps,
         "global_step": t.global_step,
@@ -113,7 +113,7 @@ def metric_windows() -> dict[str, float]:
 def predictions(world: int, folder: Path) -> list[str]:
     """Scores of 5 pairs in batches of 2."""
     t = ranks_trainer(folder, world, callbacks=[Predictions("scores.jsonl")])
-    t.predict(RewardModel(**SETTINGS), datamodule=ToyData(groups(5, 2), batch_size=2), return_predictions=False)
+    t.predict(RewardModel(**SETTINGS), datamodule=FixedData(groups(5, 2), batch_size=2), return_predictions=False)
     return (folder / "scores.jsonl").read_text().splitlines()
 
 

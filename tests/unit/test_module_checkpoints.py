@@ -15,7 +15,7 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
 from alignment.policy import LoRAConfig, PolicyConfig
 from modules import DPO, SFT, RewardModel
-from tests.toys import OPTIM, TINY, ToyData, groups, trainer
+from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 LORA = PolicyConfig(lora=LoRAConfig(r=4))
 
@@ -26,14 +26,14 @@ class OwnDPO(DPO):
 
 def saved(module: L.LightningModule, folder: Path) -> str:
     t = trainer(folder, max_steps=1, limit_val_batches=0, plugins=[SafeCheckpointIO()])
-    t.fit(module, datamodule=ToyData(groups(4, 2)))
+    t.fit(module, datamodule=FixedData(groups(4, 2)))
     t.save_checkpoint(folder / "c")
     return str(folder / "c")
 
 
 def resume(module: L.LightningModule, path: str, folder: Path) -> L.Trainer:
     t = trainer(folder, max_steps=2, max_epochs=-1, limit_val_batches=0, plugins=[SafeCheckpointIO()])
-    t.fit(module, datamodule=ToyData(groups(4, 2)), ckpt_path=path)
+    t.fit(module, datamodule=FixedData(groups(4, 2)), ckpt_path=path)
     return t
 
 

@@ -22,7 +22,7 @@ from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig, load_policy
 from alignment.update import UNIT
 from modules import DPO, SFT, RewardModel
-from tests.toys import OPTIM, TINY, ToyData, groups, trainer
+from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 LORA = PolicyConfig(name="tiny", lora=LoRAConfig(r=4))
 
@@ -63,7 +63,7 @@ def run(module: L.LightningModule, data: L.LightningDataModule, folder: Path, **
 @pytest.mark.parametrize("name", MODULES)
 def test_micro_batches_change_nothing(name: str, tmp_path: Path) -> None:
     """Batch 1 x 8 micro-batches = batch 8: loss, gradient and every metric, to 1e-6 in fp32."""
-    data = ToyData(groups(16, completions_of(name), margin=0.1))
+    data = FixedData(groups(16, completions_of(name), margin=0.1))
     whole = run(MODULES[name](micro_batch_tokens=None), data, tmp_path)
     split = run(MODULES[name](micro_batch_tokens=1), data, tmp_path)
     assert whole.gradient is not None
@@ -81,7 +81,7 @@ def test_validation_weighs_rows_not_batches(name: str, tmp_path: Path) -> None:
     rows = groups(11, completions_of(name), margin=0.1)
     results = []
     for batch_size in (4, 11):
-        data = ToyData(rows, batch_size=batch_size)
+        data = FixedData(rows, batch_size=batch_size)
         results.append(trainer(tmp_path).validate(MODULES[name](), datamodule=data, verbose=False)[0])
     assert results[0] == pytest.approx(results[1], rel=1e-6, abs=1e-6)
     assert "val/loss" in results[0]
@@ -91,7 +91,7 @@ def test_sft_loss_is_the_token_mean_of_scored_tokens(tmp_path: Path) -> None:
     """Against transformers' own cross-entropy over the same labels."""
     module = SFT(policy=TINY, optim=OPTIM)
     rows = groups(5, 1)
-    metrics = trainer(tmp_path).validate(module, datamodule=ToyData(rows), verbose=False)[0]
+    metrics = trainer(tmp_path).validate(module, datamodule=FixedData(rows), verbose=False)[0]
     nll, count = 0.0, 0
     for row in rows:
         ids = torch.tensor([[*row.prompt, *row.completions[0]]])
@@ -118,7 +118,7 @@ def test_truncated_completions_are_left_out(tmp_path: Path) -> None:
     both = module.loss(GroupBatch.from_groups([one, masked]), UNIT)[1]["loss"]
     assert both[1] == alone[1]
     assert float(both[0]) == pytest.approx(float(alone[0]), rel=1e-6)
-    capture = run(SFT(policy=TINY, optim=OPTIM), ToyData([masked] * 16), tmp_path)
+    capture = run(SFT(policy=TINY, optim=OPTIM), FixedData([masked] * 16), tmp_path)
     assert [row["loss"] for row in capture.logged] == [0.0, 0.0]
     assert all(row["grad_norm"] == 0.0 for row in capture.logged)
 
@@ -146,7 +146,7 @@ def test_first_dpo_loss_is_ln_2(kind: str, tmp_path: Path) -> None:
     }.get(kind, TINY)
     reference: Any = "auto" if kind == "auto_lora" else kind
     module = DPO(policy=policy, reference=reference, optim=OPTIM)
-    capture = run(module, ToyData(groups(16, 2)), tmp_path, max_epochs=1)
+    capture = run(module, FixedData(groups(16, 2)), tmp_path, max_epochs=1)
     expected = {"auto": "cached", "auto_lora": "adapter_off"}.get(kind, kind)
     assert module.reference.kind == expected
     assert capture.logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -159,8 +159,8 @@ def test_first_dpo_loss_is_ln_2(kind: str, tmp_path: Path) -> None:
 def test_references_agree_after_training(tmp_path: Path) -> None:
     """Two steps with cached log-probs and with a copy: the same losses (C10)."""
     rows = groups(16, 2)
-    cached = run(DPO(policy=TINY, reference="cached", optim=OPTIM), ToyData(rows), tmp_path)
-    copied = run(DPO(policy=TINY, reference="copy", optim=OPTIM), ToyData(rows), tmp_path)
+    cached = run(DPO(policy=TINY, reference="cached", optim=OPTIM), FixedData(rows), tmp_path)
+    copied = run(DPO(policy=TINY, reference="copy", optim=OPTIM), FixedData(rows), tmp_path)
     assert [r["loss"] for r in cached.logged] == pytest.approx([r["loss"] for r in copied.logged], abs=1e-6)
 
 
@@ -169,7 +169,7 @@ def test_lora_with_gradient_checkpointing_moves(tmp_path: Path) -> None:
     policy = PolicyConfig(name="tiny", lora=LoRAConfig(r=4), gradient_checkpointing=True)
     module = DPO(policy=policy, optim=OPTIM)
     before = load_policy(policy).state_dict()
-    run(module, ToyData(groups(16, 2)), tmp_path)
+    run(module, FixedData(groups(16, 2)), tmp_path)
     after = module.policy.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed
@@ -178,7 +178,7 @@ def test_lora_with_gradient_checkpointing_moves(tmp_path: Path) -> None:
 
 def test_reference_follows_the_stage(tmp_path: Path) -> None:
     """A cached reference of a trained policy is still the start when other rows are tested."""
-    data = ToyData(groups(16, 2), val=groups(5, 2, seed=9))
+    data = FixedData(groups(16, 2), val=groups(5, 2, seed=9))
     module = DPO(policy=TINY, reference="cached", optim=OPTIM)
     run(module, data, tmp_path)
     tested = trainer(tmp_path).test(module, datamodule=data, verbose=False)[0]
@@ -230,7 +230,7 @@ def test_moved_beta_is_restored_unless_given_anew(tmp_path: Path) -> None:
 
     module = DPO(policy=TINY, beta=0.4, reference="copy", optim=OPTIM)
     t = trainer(tmp_path, max_steps=2, limit_val_batches=0, callbacks=[Move()], plugins=[SafeCheckpointIO()])
-    t.fit(module, datamodule=ToyData(groups(16, 2)))
+    t.fit(module, datamodule=FixedData(groups(16, 2)))
     t.save_checkpoint(tmp_path / "c")
     again = DPO.load_from_checkpoint(tmp_path / "c")
     assert (again.beta, again.batches_seen) == (pytest.approx(0.1), 2)
@@ -289,7 +289,7 @@ def test_ensembles_train_and_reload(kind: Any, policy: PolicyConfig, tmp_path: P
     module = RewardModel(policy=policy, members=3, ensemble=kind, aggregation="uwo", optim=OPTIM)
     t = trainer(tmp_path, max_steps=3, limit_val_batches=0, plugins=[SafeCheckpointIO()])
     rows = groups(24, 2)
-    t.fit(module, datamodule=ToyData(rows))
+    t.fit(module, datamodule=FixedData(rows))
     start = built(policy=policy, members=3, ensemble=kind, aggregation="uwo")
     batch = GroupBatch.from_groups(rows[:4])
     with torch.no_grad():
@@ -346,7 +346,7 @@ def test_completion_without_tokens_is_an_error() -> None:
 def test_hyperparameters_are_plain_and_rebuild_the_module(name: str, tmp_path: Path) -> None:
     module = MODULES[name](micro_batch_tokens=77)
     t = trainer(tmp_path, max_steps=1, limit_val_batches=0, plugins=[SafeCheckpointIO()])
-    t.fit(module, datamodule=ToyData(groups(8, completions_of(name))))
+    t.fit(module, datamodule=FixedData(groups(8, completions_of(name))))
     t.save_checkpoint(tmp_path / "c")
     text = json.loads(json.dumps(dict(module.hparams)))
     assert text["policy"]["name"] == "tiny"
@@ -383,7 +383,7 @@ def test_dropout_is_keyed_by_the_batch(tmp_path: Path) -> None:
             torch.rand(7)
 
     policy = PolicyConfig(name="tiny", lora=LoRAConfig(r=4, dropout=0.5))
-    data = ToyData(groups(16, 1))
+    data = FixedData(groups(16, 1))
     losses = []
     for extra in ([], [Consume()]):
         capture = Capture()
@@ -409,14 +409,14 @@ def test_heads_start_differently() -> None:
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_precisions_that_would_change_the_batch_are_refused(precision: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"policy\.dtype"):
-        run(SFT(policy=TINY), ToyData(groups(4, 1)), tmp_path, precision=precision)
+        run(SFT(policy=TINY), FixedData(groups(4, 1)), tmp_path, precision=precision)
 
 
 @pytest.mark.parametrize("reference", ["copy", "cached"])
 def test_mixed_precision_starts_at_ln_2(reference: Any, tmp_path: Path) -> None:
     """The reference is computed under the same autocast as the policy."""
     module = DPO(policy=TINY, reference=reference, optim=OPTIM)
-    capture = run(module, ToyData(groups(16, 2)), tmp_path, precision="bf16-mixed")
+    capture = run(module, FixedData(groups(16, 2)), tmp_path, precision="bf16-mixed")
     assert capture.logged[0]["loss"] == pytest.approx(math.log(2), abs=1e-3)
     assert capture.logged[1]["loss"] != capture.logged[0]["loss"]
 
@@ -428,12 +428,12 @@ def test_8bit_state_resumes_exactly(optimizer: Any, tmp_path: Path) -> None:
     optim = OptimConfig(lr=1e-3, optimizer=optimizer, schedule="constant")
     whole, first, second = (SFT(policy=TINY, optim=optim) for _ in range(3))
     settings: dict[str, Any] = {"limit_val_batches": 0, "plugins": [SafeCheckpointIO()]}
-    trainer(tmp_path, max_steps=4, **settings).fit(whole, datamodule=ToyData(rows))
+    trainer(tmp_path, max_steps=4, **settings).fit(whole, datamodule=FixedData(rows))
     t = trainer(tmp_path, max_steps=2, **settings)
-    t.fit(first, datamodule=ToyData(rows[:16]))
+    t.fit(first, datamodule=FixedData(rows[:16]))
     t.save_checkpoint(tmp_path / "c")
     t = trainer(tmp_path, max_steps=4, **settings)
-    t.fit(second, datamodule=ToyData(rows[16:]), ckpt_path=str(tmp_path / "c"))
+    t.fit(second, datamodule=FixedData(rows[16:]), ckpt_path=str(tmp_path / "c"))
     assert t.global_step == 4
     for name, value in whole.state_dict().items():
         assert torch.equal(second.state_dict()[name], value), name

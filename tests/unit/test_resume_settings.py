@@ -12,7 +12,7 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
 from alignment.optim import OptimConfig
 from modules import SFT
-from tests.toys import TINY, ToyData, groups, trainer
+from tests.toys import TINY, FixedData, groups, trainer
 
 
 class Watch(L.Callback):
@@ -32,7 +32,7 @@ def run(optim: OptimConfig, folder: Path, max_steps: int, start: Path | None = N
     watch = Watch()
     settings: dict[str, Any] = {"limit_val_batches": 0, "plugins": [SafeCheckpointIO()], "callbacks": [watch]}
     t = trainer(folder, max_steps=max_steps, max_epochs=-1, **settings)
-    data = ToyData(groups(32, 1), batch_size=batch_size)
+    data = FixedData(groups(32, 1), batch_size=batch_size)
     t.fit(SFT(policy=TINY, optim=optim), datamodule=data, ckpt_path=None if start is None else str(start))
     t.save_checkpoint(folder / "c")
     return watch

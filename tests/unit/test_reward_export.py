@@ -16,14 +16,14 @@ from alignment.export_command import main
 from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.reward_export import export_reward
 from modules import SFT, RewardModel
-from tests.toys import OPTIM, TINY, ToyData, groups, trainer
+from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 LORA = PolicyConfig(name="tiny", lora=LoRAConfig(r=4))
 
 
 def trained(module: Any, folder: Path, completions: int = 2) -> Path:
     t = trainer(folder, max_steps=2, limit_val_batches=0, plugins=[SafeCheckpointIO()])
-    t.fit(module, datamodule=ToyData(groups(16, completions)))
+    t.fit(module, datamodule=FixedData(groups(16, completions)))
     t.save_checkpoint(folder / "checkpoint")
     return folder / "checkpoint"
 

@@ -22,7 +22,7 @@ from alignment.reward_export import export_reward
 from alignment.rewards import RewardSuite, Samples, SequenceClassifier, Texts
 from alignment.tiny import tiny_config
 from modules import RewardModel
-from tests.toys import OPTIM, TINY, ToyData, groups, trainer
+from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 EOS = 3
 PROMPTS = [[1, 2, 40], [1, 2, 41, 42, 43, 44, 45]] * 3
@@ -82,7 +82,7 @@ def test_a_score_is_that_of_the_row_alone(batch_tokens: int, pad: str | None, tm
 def test_an_exported_reward_model_scores_as_in_training(tmp_path: Path) -> None:
     module = RewardModel(policy=TINY, optim=OPTIM, members=2, aggregation="min")
     t = trainer(tmp_path, max_steps=2, limit_val_batches=0, plugins=[SafeCheckpointIO()])
-    t.fit(module, datamodule=ToyData(groups(16, 2)))
+    t.fit(module, datamodule=FixedData(groups(16, 2)))
     t.save_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(UserError, match="is a checkpoint"):
         SequenceClassifier(str(tmp_path / "checkpoint"))
