@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
 from alignment.checkpoint import SafeCheckpointIO
@@ -71,6 +71,7 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
         limit_train_batches=3,
         limit_val_batches=1,
         limit_test_batches=1,
+        limit_predict_batches=1,
         logger=CSVLogger(tmp_path, name="", version="logs"),
         profiler="simple",
         enable_checkpointing=True,
@@ -105,7 +106,8 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
     source = data(name, tmp_path)
     t.predict(module, datamodule=source, ckpt_path="best", return_predictions=False)
     lines = [json.loads(line) for line in (tmp_path / "logs" / "predictions.jsonl").read_text().splitlines()]
-    assert len(lines) == len(source.groups("predict"))
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]  # the first batch of four
+    assert len(source.groups("predict")) == 6
     fields = {
         "sft": {"prompt", "completion", "references"},
         "reward_model": {"prompt", "chosen", "rejected", "reward_chosen", "reward_rejected"},
@@ -114,11 +116,22 @@ def test_a_whole_run(name: str, tmp_path: Path) -> None:
     assert all(fields[name] <= set(line) for line in lines)
 
 
-def test_plain_model_checkpoint_works_too(tmp_path: Path) -> None:
-    checkpoint = ModelCheckpoint(dirpath=tmp_path / "c", monitor="val/rewards/accuracies", mode="max", save_top_k=1)
-    t = trainer(tmp_path, max_epochs=2, limit_train_batches=2, enable_checkpointing=True, callbacks=[checkpoint])
-    t.fit(BUILD["dpo"](), datamodule=data("dpo", tmp_path))
-    assert Path(checkpoint.best_model_path).exists()
+@pytest.mark.parametrize("name", BUILD)
+def test_plain_model_checkpoint_works_too(name: str, tmp_path: Path) -> None:
+    """Lightning's own callback and files, with the progress bar on."""
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "c", monitor="val/loss", save_top_k=2, filename="{epoch}")
+    t = trainer(
+        tmp_path,
+        max_epochs=3,
+        limit_train_batches=2,
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        callbacks=[checkpoint, RichProgressBar()],
+    )
+    t.fit(BUILD[name](), datamodule=data(name, tmp_path))
+    assert len(checkpoint.best_k_models) == len(list((tmp_path / "c").iterdir())) == 2
+    assert checkpoint.best_model_score == min(checkpoint.best_k_models.values())
+    assert {"loss", "v_num"} & set(t.progress_bar_metrics) == {"loss"}
 
 
 def test_going_back_uses_our_checkpoints(tmp_path: Path) -> None:

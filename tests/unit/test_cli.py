@@ -102,6 +102,27 @@ def test_every_debug_file_has_a_header(file: str) -> None:
     assert len(lines) <= 40
 
 
+QUICKSTART = sorted((CONFIGS / "quickstart").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", QUICKSTART, ids=lambda file: file.stem)
+def test_the_quickstarts_files_are_complete_runs(capsys: pytest.CaptureFixture[str], workdir: Path, file: Path) -> None:
+    lines = file.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert len(lines) <= 40
+    config = resolved(capsys, "fit", "-c", str(file))
+    assert config["model"]["class_path"] == ("modules.SFT" if file.stem.startswith("sft") else "modules.DPO")
+    assert config["trainer"]["callbacks"][0]["class_path"] == "callbacks.Checkpoint"
+
+
+@pytest.mark.parametrize("file", sorted((CONFIGS / "trainer").glob("*.yaml")), ids=lambda file: file.name)
+def test_trainer_fragments_parse(capsys: pytest.CaptureFixture[str], workdir: Path, file: Path) -> None:
+    assert file.read_text().startswith("# ")
+    trainer = resolved(capsys, *RUN[:-2], "--trainer", str(file))["trainer"]
+    given = {key: trainer[key] for key in yaml.safe_load(file.read_text())}
+    assert given == yaml.safe_load(file.read_text())
+
+
 # ---------------------------------------------------------------------- what is importable
 
 
