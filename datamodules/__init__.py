@@ -1,7 +1,9 @@
 """Data modules: rows of public formats as batches of groups."""
 
 from datamodules.base import DatasetInfo, GroupData
+from datamodules.difficulty import StrataConfig
 from datamodules.preference import PreferenceData
+from datamodules.prompts import PromptData
 from datamodules.supervised import SupervisedData
 
-__all__ = ["DatasetInfo", "GroupData", "PreferenceData", "SupervisedData"]
+__all__ = ["DatasetInfo", "GroupData", "PreferenceData", "PromptData", "StrataConfig", "SupervisedData"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -14,7 +13,6 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from alignment import distributed
-from alignment.batches import Group
 from alignment.chat import Template, TrainOn
 from alignment.errors import UserError
 from datamodules.formats import Purpose
@@ -23,6 +21,7 @@ from datamodules.prepare import OnBadRow, Recipe
 from datamodules.reading import WORLD
 from datamodules.rows import RowReport
 from datamodules.splits import Place, Split, Splits
+from datamodules.store import GroupStore
 
 _STAGES: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
@@ -82,6 +81,8 @@ class GroupData(L.LightningDataModule):
     """
 
     purpose: ClassVar[Purpose]
+    required_columns: tuple[str, ...] = ()
+    """Data columns that a row cannot be used without."""
 
     def __init__(
         self,
@@ -121,8 +122,11 @@ class GroupData(L.LightningDataModule):
         super().__init__()
         if not 0.0 <= val_fraction < 1.0:
             raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
-        if batch_size < 1:
-            raise UserError(f"batch_size must be at least 1, got {batch_size}")
+        for name, value in (("batch_size", batch_size), ("max_rows", max_rows), ("max_eval_rows", max_eval_rows)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        if num_workers < 0:
+            raise UserError(f"num_workers must not be negative, got {num_workers}")
         if train_on == "all" and self.purpose == "preference":
             raise UserError("train_on 'all' is for supervised rows; a pair compares its last assistant turns")
         self.path = path
@@ -156,6 +160,7 @@ class GroupData(L.LightningDataModule):
                 allow_special=allow_special,
                 keep_duplicates=keep_duplicates,
                 on_bad_row=on_bad_row,
+                required=self.required_columns,
             ),
         )
 
@@ -183,7 +188,7 @@ class GroupData(L.LightningDataModule):
         """One report per source read so far, by the split it is the source of."""
         return {split: prepared.report for split, prepared in self._splits.prepared.items()}
 
-    def groups(self, split: Split) -> Sequence[Group]:
+    def groups(self, split: Split) -> GroupStore:
         """The groups of a split, in the order of the rows; empty where nothing is held out."""
         return self._splits.groups(split, self.tokenizer)
 
@@ -224,8 +229,9 @@ class GroupData(L.LightningDataModule):
         return self._loader("train", shuffle=self.shuffle)
 
     def val_dataloader(self) -> StatefulLoader | list[StatefulLoader]:
-        # An empty list is how Lightning is told that there is no validation.
-        return self._loader("val") if len(self.groups("val")) else []
+        # An empty list is how Lightning is told that there is no validation, which only `fit` can do without.
+        needed = self.trainer is not None and self.trainer.state.fn == "validate"
+        return self._loader("val") if needed or len(self.groups("val")) else []
 
     def test_dataloader(self) -> StatefulLoader:
         return self._loader("test")
@@ -242,8 +248,27 @@ class GroupData(L.LightningDataModule):
                 "The data differ from those the checkpoint was trained on: rows, tokenizer or limits changed."
             )
 
+    def batch_order(
+        self, split: Split, store: GroupStore, *, seed: int, shuffle: bool, rank: int, world_size: int
+    ) -> BatchOrder:
+        """The order of a split's batches for one rank; subclasses may have another for training."""
+        train = split == "train"
+        return BatchOrder(
+            SampleOrder(len(store), seed=seed, shuffle=shuffle),
+            batch_size=self.batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=self.drop_last and train,
+            lengths=store.tokens() if self.length_aware and train else None,
+        )
+
+    @property
+    def order_seed(self) -> int:
+        """The seed of the order: the data's own, else the run's."""
+        return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
+
     def _loader(self, split: Split, shuffle: bool = False) -> StatefulLoader:
-        store = self._splits.groups(split, self.tokenizer)
+        store = self.groups(split)
         rank, ranks, pin, overfit = 0, 1, False, False
         if self.trainer is not None:
             share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
@@ -252,19 +277,16 @@ class GroupData(L.LightningDataModule):
             overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # asks for the same batches in every epoch
         if not len(store):
             raise UserError(f"'{self.path}' gives no rows for {split}; set val_fraction, or {split}_path")
+        if split == "train" and self.drop_last and len(store) < self.batch_size:
+            raise UserError(
+                f"{len(store)} training rows make no batch of {self.batch_size}, and drop_last leaves out a short one"
+            )
         if split == "train" and min(len(store), self.batch_size) < ranks:
             raise UserError(
                 f"{ranks} ranks cannot share {len(store)} training rows in batches of {self.batch_size}: batch_size "
                 "counts over all ranks, and each needs a row"
             )
-        train = split == "train"
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
-        order = BatchOrder(
-            SampleOrder(len(store), seed=seed, shuffle=shuffle and not overfit),
-            batch_size=self.batch_size,
-            rank=rank,
-            world_size=ranks,
-            drop_last=self.drop_last and train,
-            lengths=store.tokens() if self.length_aware and train else None,
+        order = self.batch_order(
+            split, store, seed=self.order_seed, shuffle=shuffle and not overfit, rank=rank, world_size=ranks
         )
         return StatefulLoader(store, order, num_workers=self.num_workers, pin_memory=pin)

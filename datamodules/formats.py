@@ -15,36 +15,23 @@ from typing import Any, Literal
 
 from alignment.chat import Message
 from alignment.errors import UserError
+from datamodules.messages import conversation, instruction, messages_of, present, prompt_of, with_system
 from datamodules.rows import RowError, number, text
 
-Purpose = Literal["supervised", "preference"]
+Purpose = Literal["supervised", "preference", "prompts"]
 
 NAMES = (
     *("text", "prompt", "completion", "instruction", "input", "output", "system", "messages", "conversations"),
     *("chosen", "rejected", "chosen_messages", "rejected_messages", "margin", "weight"),
 )
-_ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A row understood. `prompt` is messages, or one text where `raw` says that no template applies to it.
 
-    `completions` is one text (supervised) or chosen, rejected (preference). `columns` holds the plain values that the
-    format does not use.
+    `completions` is one text (supervised), or chosen, rejected (preference), or nothing (prompts). `columns` holds the
+    values that the format does not use: plain ones, and for prompts anything JSON can hold.
     """
 
     prompt: tuple[Message, ...] | str
@@ -59,110 +46,29 @@ Parsed = tuple[tuple[Message, ...] | str, tuple[str, ...], bool]
 Parser = Callable[[Mapping[str, Any]], Parsed]
 
 
-# ---------------------------------------------------------------------- pieces of rows
-
-
-def _content(value: object) -> str:
-    """A message's text: a string, or parts such as `[{"type": "text", "value": "Hi"}]`."""
-    if not isinstance(value, list):
-        return text(value, "message")
-    parts = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type", "text") != "text":
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RowError("message holds a part that is not text", str(kind))
-        parts.append(text(part.get("text", part.get("value")), "message"))
-    return text("".join(parts), "message")
-
-
-def _message(value: object) -> Message:
-    if not isinstance(value, dict):
-        raise RowError("message has the wrong type", f"{type(value).__name__}, expected an object")
-    role, content = value.get("role", value.get("from")), value.get("content", value.get("value"))
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RowError("message has an unknown role", repr(role))
-    return Message(_ROLES[role], _content(content))
-
-
-def _messages(value: object, name: str) -> tuple[Message, ...]:
-    if value is None:
-        raise RowError(f"{name} is None")
-    if not isinstance(value, list):
-        raise RowError(f"{name} has the wrong type", f"{type(value).__name__}, expected messages")
-    if not value:
-        raise RowError(f"{name} is empty")
-    # An empty system message is how some sources say that there is none.
-    empty_system = [
-        isinstance(m, dict) and m.get("role", m.get("from")) == "system" and m.get("content", m.get("value")) == ""
-        for m in value
-    ]
-    return tuple(_message(m) for m, empty in zip(value, empty_system, strict=True) if not empty)
-
-
-def _conversation(messages: tuple[Message, ...], name: str) -> tuple[tuple[Message, ...], str]:
-    """(prompt, last assistant turn) of a whole conversation."""
-    if not messages or messages[-1].role != "assistant":
-        raise RowError(f"{name} does not end with the assistant")
-    if all(m.role != "user" for m in messages):
-        raise RowError(f"{name} has no user turn")
-    return messages[:-1], messages[-1].content
-
-
-def _prompt(row: Mapping[str, Any], name: str = "prompt") -> tuple[Message, ...]:
-    if isinstance(row.get(name), list):
-        messages = _messages(row[name], name)
-        if all(m.role != "user" for m in messages):
-            raise RowError(f"{name} has no user turn")
-        if messages[-1].role == "assistant":
-            raise RowError(f"{name} ends with the assistant")
-        return messages
-    return (Message("user", text(_present(row, name), name)),)
-
-
-def _present(row: Mapping[str, Any], name: str) -> Any:
-    if name not in row:
-        raise RowError(f"key '{name}' is missing")
-    return row[name]
-
-
-def _with_system(row: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    system = row.get("system")
-    if system in (None, "") or (messages and messages[0].role == "system"):
-        return messages
-    return (Message("system", text(system, "system")), *messages)
-
-
-def _instruction(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    asked = text(_present(row, "instruction"), "instruction")
-    given = row.get("input")
-    if given not in (None, ""):
-        asked += "\n\n" + text(given, "input")
-    return (Message("user", asked),)
-
-
 # ---------------------------------------------------------------------- supervised formats
 
 
 def _text(row: Mapping[str, Any]) -> Parsed:
-    return "", (text(_present(row, "text"), "text"),), True
+    return "", (text(present(row, "text"), "text"),), True
 
 
 def _prompt_completion(row: Mapping[str, Any]) -> Parsed:
-    prompt = _prompt(row)
+    prompt = prompt_of(row)
     return prompt, (_answer(row, "completion", prompt)[1],), False
 
 
 def _instruction_output(row: Mapping[str, Any]) -> Parsed:
-    return _instruction(row), (text(_present(row, "output"), "output"),), False
+    return instruction(row), (text(present(row, "output"), "output"),), False
 
 
 def _chat(row: Mapping[str, Any]) -> Parsed:
-    prompt, answer = _conversation(_messages(_present(row, "messages"), "messages"), "messages")
+    prompt, answer = conversation(messages_of(present(row, "messages"), "messages"), "messages")
     return prompt, (answer,), False
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Parsed:
-    prompt, answer = _conversation(_messages(_present(row, "conversations"), "conversations"), "conversations")
+    prompt, answer = conversation(messages_of(present(row, "conversations"), "conversations"), "conversations")
     return prompt, (answer,), False
 
 
@@ -171,17 +77,17 @@ def _sharegpt(row: Mapping[str, Any]) -> Parsed:
 
 def _answer(row: Mapping[str, Any], name: str, prompt: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
     """(prompt, completion): the completion may be a text, one message, or a conversation that repeats the prompt."""
-    value = _present(row, name)
+    value = present(row, name)
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list):
         return prompt, text(value, name)
-    messages = _messages(value, name)
+    messages = messages_of(value, name)
     if messages and messages[-1].role != "assistant":
         raise RowError(f"{name} does not end with the assistant")
     if len(messages) == 1:
         return prompt, messages[0].content
-    return _conversation(messages, name)
+    return conversation(messages, name)
 
 
 def _pair(row: Mapping[str, Any], prompt: tuple[Message, ...]) -> Parsed:
@@ -195,19 +101,19 @@ def _pair(row: Mapping[str, Any], prompt: tuple[Message, ...]) -> Parsed:
 
 
 def _prompt_pair(row: Mapping[str, Any]) -> Parsed:
-    return _pair(row, _prompt(row))
+    return _pair(row, prompt_of(row))
 
 
 def _instruction_pair(row: Mapping[str, Any]) -> Parsed:
-    return _pair(row, _instruction(row))
+    return _pair(row, instruction(row))
 
 
 def _sharegpt_pair(row: Mapping[str, Any]) -> Parsed:
-    return _pair(row, _prompt(row, "conversations"))
+    return _pair(row, prompt_of(row, "conversations"))
 
 
 def _message_pair(row: Mapping[str, Any]) -> Parsed:
-    renamed = {"chosen": _present(row, "chosen_messages"), "rejected": _present(row, "rejected_messages")}
+    renamed = {"chosen": present(row, "chosen_messages"), "rejected": present(row, "rejected_messages")}
     return _pair(renamed, ())
 
 
@@ -216,7 +122,7 @@ _TURN = re.compile(r"(?:\A|\n\n)(Human|Assistant):[ \n]?")
 
 def _transcripts(row: Mapping[str, Any]) -> Parsed:
     """Two whole transcripts: message lists, `Human: / Assistant:` texts, or texts whose common start is the prompt."""
-    values = [_present(row, name) for name in ("chosen", "rejected")]
+    values = [present(row, name) for name in ("chosen", "rejected")]
     if any(isinstance(value, list) for value in values):
         return _pair(row, ())
     chosen, rejected = (text(value, name) for value, name in zip(values, ("chosen", "rejected"), strict=True))
@@ -250,6 +156,47 @@ def _dialogue(transcript: str, name: str) -> list[dict[str, str]]:
     return turns
 
 
+# ---------------------------------------------------------------------- prompt formats
+
+
+def _asked(row: Mapping[str, Any]) -> Parsed:
+    return prompt_of(row), (), False
+
+
+def _asked_in(name: str) -> Parser:
+    """The prompt of a conversation: all of it, without the answer where it ends with one."""
+
+    def parse(row: Mapping[str, Any]) -> Parsed:
+        messages = messages_of(present(row, name), name)
+        while messages and messages[-1].role == "assistant":
+            messages = messages[:-1]
+        if all(m.role != "user" for m in messages):
+            raise RowError(f"{name} has no user turn")
+        return messages, (), False
+
+    return parse
+
+
+def _asked_instruction(row: Mapping[str, Any]) -> Parsed:
+    return instruction(row), (), False
+
+
+def _asked_question(row: Mapping[str, Any]) -> Parsed:
+    return prompt_of(row, "question"), (), False
+
+
+def _begun(row: Mapping[str, Any]) -> Parsed:
+    return text(present(row, "text"), "text"), (), True
+
+
+def _is_json(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_json(v) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_json(v) for v in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
 # ---------------------------------------------------------------------- formats
 
 
@@ -276,10 +223,14 @@ class Format:
         prompt, completions, raw = self.parser(row)
         if purpose == "supervised":
             completions = completions[:1]
-        elif completions[0] == completions[1]:
+        elif purpose == "preference" and completions[0] == completions[1]:
             raise RowError("chosen equals rejected")
         if not raw:
-            prompt = _with_system(row, prompt)  # type: ignore[arg-type]
+            prompt = with_system(row, prompt)  # type: ignore[arg-type]
+        if purpose == "prompts":
+            used = {*self.needs, *_PROMPT_PARTS, *self.columns.values()}
+            columns = {k: v for k, v in row.items() if k not in used and _is_json(v)}
+            return Row(prompt=prompt, completions=(), raw=raw, columns=columns)
         taken = {*NAMES, *self.columns.values()}
         margin = number(row.get("margin"), "margin") if "margin" in keys and purpose == "preference" else None
         return Row(
@@ -307,6 +258,25 @@ _SUPERVISED = (
     Format(name="prompts", needs=("prompt", "completion"), parser=_prompt_completion),
     Format(name="plain text", needs=("text",), parser=_text),
 )
+_PROMPTS = (
+    Format(name="prompts", needs=("prompt",), parser=_asked),
+    Format(name="chat messages", needs=("messages",), parser=_asked_in("messages")),
+    Format(name="ShareGPT", needs=("conversations",), parser=_asked_in("conversations")),
+    Format(name="instructions", needs=("instruction",), parser=_asked_instruction),
+    Format(name="questions", needs=("question",), parser=_asked_question),
+    Format(name="beginnings of texts", needs=("text",), parser=_begun),
+)
+_PROMPT_PARTS = ("prompt", "instruction", "input", "system", "messages", "conversations")
+_FORMATS: Mapping[Purpose, tuple[Format, ...]] = {
+    "supervised": _SUPERVISED,
+    "preference": _PREFERENCE,
+    "prompts": _PROMPTS,
+}
+_EXAMPLES: Mapping[Purpose, str] = {
+    "supervised": "prompt: question, completion: answer",
+    "preference": "prompt: question, chosen: good, rejected: bad",
+    "prompts": "prompt: question",
+}
 
 
 def renamed(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -341,13 +311,12 @@ def detect(keys: frozenset[str], purpose: Purpose, columns: Mapping[str, str], s
     absent = [theirs for theirs in columns.values() if theirs not in keys]
     if absent:
         raise UserError(f"'{source}' has no column '{absent[0]}'; it has {', '.join(sorted(keys)) or 'none'}")
-    known = _PREFERENCE if purpose == "preference" else _SUPERVISED
+    known = _FORMATS[purpose]
     for names in (frozenset(columns), keys | frozenset(columns)):
         for fmt in known:
             if names.issuperset(fmt.needs):
                 return replace(fmt, columns=dict(columns))
-    example = "completion: answer" if purpose == "supervised" else "chosen: good, rejected: bad"
     raise UserError(
         f"'{source}' has the columns {', '.join(sorted(keys)) or 'none'}, which is no {purpose} format; accepted are "
-        f"{'; '.join(str(fmt) for fmt in known)}. Name yours with columns: {{prompt: question, {example}}}"
+        f"{'; '.join(str(fmt) for fmt in known)}. Name yours with columns: {{{_EXAMPLES[purpose]}}}"
     )

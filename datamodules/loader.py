@@ -105,9 +105,17 @@ class BatchOrder:
         shuffled = torch.randperm(whole, generator=generator(self.sampler.seed, "windows", self.sampler.epoch, number))
         return [batches[i] for i in shuffled.tolist()] + batches[whole:]
 
+    def batches_from(self, start: int) -> Iterator[list[int]]:
+        """This rank's batches of the current epoch, from the `start`-th on. Each is made when it is asked for."""
+        for batch in self.global_batches()[start:]:
+            yield self.share(batch)
+
+    def share(self, batch: list[int]) -> list[int]:
+        """This rank's part of a batch."""
+        return batch[self._rank :: self._world_size]
+
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in self.global_batches():
-            yield batch[self._rank :: self._world_size]
+        return self.batches_from(0)
 
 
 class StatefulLoader:
@@ -150,7 +158,7 @@ class StatefulLoader:
         self._epoch, self._batches = sampler.epoch, start
         inner: DataLoader[Any] = DataLoader(
             self._data,  # type: ignore[arg-type]  # a Sequence is all it needs
-            batch_sampler=list(self.batch_sampler)[start:],
+            batch_sampler=self.batch_sampler.batches_from(start),
             collate_fn=GroupBatch.from_groups,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,

@@ -31,7 +31,8 @@ OnBadRow = Literal["skip", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Every setting that decides what rows become. Fields are explained in `datamodules.base.GroupData`."""
+    """Every setting that decides what rows become. `required` names data columns that a row must have; the other fields
+    are explained in `datamodules.base.GroupData`."""
 
     purpose: Purpose
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Recipe:
     allow_special: bool = False
     keep_duplicates: bool = False
     on_bad_row: OnBadRow = "skip"
+    required: tuple[str, ...] = ()
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> ChatEncoder:
         """The tokenisation this recipe asks for."""
@@ -97,7 +99,10 @@ def prepare(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, 
             log.warning("Cached rows are damaged and made anew: %s", error)
     store, report = _Builder(source, recipe, tokenizer).build()
     if file is not None:
-        store.save(file, report)
+        try:
+            store.save(file, report)
+        except OSError as error:  # a folder that cannot be written costs time at the next start, not this run
+            log.warning("Tokenised rows are not kept in cache_dir '%s': %s", file.parent, error)
     return Prepared(source=source, store=store, report=report, key=key)
 
 
@@ -158,6 +163,9 @@ class _Builder:
         if record.error is not None:
             raise record.error
         row = fmt.parse(record.values, self._recipe.purpose, keys)
+        for name in self._recipe.required:
+            if row.columns.get(name) is None:
+                raise RowError(f"{name} is None" if name in row.columns else f"key '{name}' is missing")
         self._check_new(row, record.place)
         encoded = self._encode(row)
         count = len(row.completions)
@@ -206,7 +214,8 @@ class _Builder:
             raise UserError(f"none of the {report.read} rows of '{self._source.name}' can be used: {reasons}")
         rows = list(self._completions())
         report.prompt = Lengths.of([len(g.prompt) for g in self._groups], recipe.max_prompt_tokens, self._cut["prompt"])
-        report.completion = Lengths.of(rows, recipe.max_completion_tokens, self._cut["completion"])
+        if recipe.purpose != "prompts":
+            report.completion = Lengths.of(rows, recipe.max_completion_tokens, self._cut["completion"])
         return GroupStore.of(self._groups, self._keys), report
 
     def _completions(self) -> Iterator[int]:

@@ -1,5 +1,6 @@
-"""Raw rows of a source: local json, jsonl, csv, tsv, txt (each also as .gz), parquet, a folder, a hub id or the built-
-in world. Nothing here judges a row's content; a row that cannot even be read carries its RowError instead of values.
+"""Raw rows of a source: local json, jsonl, csv, tsv, txt (each also as .gz), parquet, a folder, a hub id, the built-in
+world or generators of reasoning-gym. Nothing here judges a row's content; a row that cannot even be read carries its
+RowError instead of values.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ import pyarrow.parquet
 
 from alignment import world
 from alignment.errors import UserError
+from datamodules.gym import PREFIX, Generators
 from datamodules.rows import RowError
 
 WORLD = "world:support"
@@ -49,12 +52,15 @@ class Source:
 
 
 def open_source(path: str, *, split: str, config: str | None, kind: world.Kind, size: int | None) -> Source:
-    """The source behind `path`: a local file or folder, `world:support`, else a dataset of the hub.
+    """The source behind `path`: a local file or folder, `world:support`, `reasoning-gym:TASKS`, else a hub dataset.
 
-    `kind` and `size` choose the rows of the built-in world. Raises UserError when there is nothing to read.
+    `kind` chooses the rows of the built-in world, `size` their number and that of generated ones. Raises UserError when
+    there is nothing to read.
     """
     if path.startswith("world:"):
         return _open_world(path, split, kind, size)
+    if path.startswith(PREFIX):
+        return _open_gym(path, split, size)
     local = Path(path).expanduser()
     if local.is_dir():
         if (local / "dataset_info.json").is_file() or (local / "dataset_dict.json").is_file():
@@ -84,6 +90,16 @@ def _open_world(path: str, split: str, kind: world.Kind, size: int | None) -> So
     rows = world.load(kind, split, size=size)  # type: ignore[arg-type]
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     return Source(name=f"{path} ({kind})", path=path, split=split, digest=digest, records=lambda: _numbered(iter(rows)))
+
+
+def _open_gym(path: str, split: str, size: int | None) -> Source:
+    made = Generators(path, size)
+
+    def records() -> Iterator[Record]:
+        for place, row in made.rows():
+            yield Record(place=place, error=row) if isinstance(row, RowError) else Record(place=place, values=row)
+
+    return Source(name=path, path=path, split=split, digest=made.digest, records=records)
 
 
 def _open_hub(path: str, split: str, config: str | None) -> Source:
@@ -143,10 +159,12 @@ def _read_file(file: Path, prefix: str) -> Iterator[Record]:
         yield from (Record(place=prefix + r.place, values=r.values) for r in _numbered(iter(rows)))
         return
     raw, cut = _bytes(file)
+    if raw[:2] in _UTF16:
+        raise UserError(f"'{file}' is in UTF-16; save it as UTF-8")
     # Undecodable bytes become lone surrogates, so that they are found row by row (datamodules.rows.text).
     content = raw.decode("utf-8", errors="surrogateescape").removeprefix("\ufeff")
     if suffix in _TABLES:
-        yield from _read_table(content, "\t" if suffix == ".tsv" else ",", prefix, cut)
+        yield from _read_table(file, content, "\t" if suffix == ".tsv" else ",", prefix, cut)
     elif suffix == ".txt":
         yield from _read_lines(content, prefix, cut, lambda line: {"text": line})
     elif suffix == ".json" and (found := _array(content)) is not None:
@@ -158,8 +176,13 @@ def _read_file(file: Path, prefix: str) -> Iterator[Record]:
 def _bytes(file: Path) -> tuple[bytes, bool]:
     """(content, whether a compressed file is cut off or damaged: then what could be read)."""
     raw = file.read_bytes()
+    packed = raw.startswith(_GZIP_START)
     if file.suffix.lower() != ".gz":
+        if packed:
+            raise UserError(f"'{file}' is compressed; rename it to '{file.name}.gz'")
         return raw, False
+    if raw and not packed:
+        raise UserError(f"'{file}' is not compressed; rename it to '{file.stem}'")
     out = bytearray()
     # Small bites: what a bite holds before the damage is lost with it.
     bites = [raw[i : i + 1024] for i in range(0, len(raw), 1024)]
@@ -177,6 +200,8 @@ def _bytes(file: Path) -> tuple[bytes, bool]:
 
 
 _GZIP = 31  # zlib's name for "with a gzip header"
+_GZIP_START = b"\x1f\x8b"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _CUT = RowError("the file is cut off or damaged here")
 
 
@@ -259,10 +284,17 @@ def _skip(content: str, position: int, characters: str) -> int:
     return position
 
 
-def _read_table(content: str, delimiter: str, prefix: str, cut: bool) -> Iterator[Record]:
+def _read_table(file: Path, content: str, delimiter: str, prefix: str, cut: bool) -> Iterator[Record]:
     """Rows of a table with a header; a row with more cells than the header cannot be trusted to be aligned."""
     csv.field_size_limit(1 << 30)
     reader = csv.DictReader(io.StringIO(content, newline=""), delimiter=delimiter, strict=True)
+    try:
+        header = list(reader.fieldnames or ())
+    except csv.Error as error:
+        raise UserError(f"the header of '{file}' cannot be read: {error}") from error
+    twice = [name for name, count in Counter(header).items() if count > 1]
+    if twice:
+        raise UserError(f"'{file}' has two columns called '{twice[0]}'; rename one")
     rows: list[Record] = []
     while True:
         place = f"{prefix}row {len(rows) + 1}"

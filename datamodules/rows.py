@@ -100,7 +100,7 @@ class RowReport:
     Args:
         source: where the rows came from. format: how they were understood.
         read: rows found. used: rows that became groups. dropped: the others, by reason.
-        used_for: how many of those used went to which split.
+        used_for: how many of those used went to which split. strata: how many for training are how difficult.
         remarks: what is worth knowing about rows that were used (such as a key that other rows lack).
         prompt, completion: token lengths of the rows used.
     """
@@ -110,6 +110,7 @@ class RowReport:
     read: int = 0
     used: int = 0
     used_for: dict[str, int] = field(default_factory=dict)
+    strata: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, Tally] = field(default_factory=dict)
     remarks: dict[str, Tally] = field(default_factory=dict)
     prompt: Lengths | None = None
@@ -142,9 +143,12 @@ class RowReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, value) pairs for people."""
-        split = ", ".join(f"{count:,} {name}" for name, count in self.used_for.items())
+        split, strata = (
+            ", ".join(f"{count:,} {name}" for name, count in counts.items()) for counts in (self.used_for, self.strata)
+        )
         used = f"{self.used:,}" + (f" ({split})" if split else "")
         out = [("format", self.format), ("rows read", f"{self.read:,}"), ("rows used", used)]
+        out += [("difficulty", strata)] if strata else []
         out += [(f"dropped: {reason}", _places(tally)) for reason, tally in self.dropped.items()]
         out += [(f"note: {what}", _places(tally)) for what, tally in self.remarks.items()]
         for name, stats in (("prompt", self.prompt), ("completion", self.completion)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,13 +16,16 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from alignment import world
 from alignment.errors import UserError
+from datamodules.formats import Purpose
 from datamodules.prepare import Prepared, Recipe, prepare
 from datamodules.reading import WORLD, Source, open_source
 from datamodules.rows import Tally
 from datamodules.store import GroupStore
 
 Split = Literal["train", "val", "test", "predict"]
+_WORLD_ROWS: Mapping[Purpose, world.Kind] = {"supervised": "sft", "preference": "preference", "prompts": "prompts"}
 _FALLBACK: Mapping[Split, Split] = {"val": "train", "test": "val", "predict": "test"}
 HELD_OUT: tuple[Split, ...] = ("val", "test")
 LEAKED = "prompt is among the held-out rows"
@@ -75,6 +78,7 @@ class Splits:
         self.cache_dir = cache_dir
         self.prepared: dict[Split, Prepared] = {}
         self._stores: dict[Split, GroupStore] = {}
+        self._leaks: dict[Split, np.ndarray] = {}
 
     def groups(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> GroupStore:
         """The groups of a split, in the order of the rows; empty where nothing is held out."""
@@ -83,6 +87,8 @@ class Splits:
             store = self._prepare(home, tokenizer).store
             if home == "train":
                 store = self._part(store, split, tokenizer)
+            elif split == "val" and "test" in self._guarded:
+                store = store.select(np.flatnonzero(~self._leaked(store, "val", ["test"], tokenizer)))
             self._stores[split] = store
             used_for = self.prepared[home].report.used_for
             used_for[split] = len(store)
@@ -115,7 +121,7 @@ class Splits:
                 place.path,
                 split=place.split,
                 config=self._config,
-                kind="sft" if recipe.purpose == "supervised" else "preference",
+                kind=_WORLD_ROWS[recipe.purpose],
                 size=recipe.max_rows,
             )
             self.prepared[split] = prepare(source, recipe, tokenizer, self.cache_dir)
@@ -126,16 +132,24 @@ class Splits:
         held_out = np.zeros(len(store), dtype=np.bool_)
         if "val" not in self._places:
             held_out = _lowest(store.prompt_keys, self._val_fraction)
-        if split != "train":
-            return store.select(np.flatnonzero(held_out))
+        leaked = self._leaked(store, "train", self._guarded, tokenizer)
+        return store.select(np.flatnonzero((~held_out if split == "train" else held_out) & ~leaked))
+
+    def _leaked(
+        self, store: GroupStore, home: Split, others: Sequence[Split], tokenizer: PreTrainedTokenizerBase
+    ) -> np.ndarray:
+        """[P] bool: groups of the source `home` whose prompt is in another source, noted in its report."""
+        if home in self._leaks:
+            return self._leaks[home]
         leaked = np.zeros(len(store), dtype=np.bool_)
-        for other in self._guarded:
+        for other in others:
             leaked |= np.isin(store.prompt_keys, self._prepare(other, tokenizer).store.prompt_keys)
         if leaked.any():
-            report = self.prepared["train"].report
+            report = self.prepared[home].report
             report.used -= int(leaked.sum())
             report.dropped[LEAKED] = Tally(count=int(leaked.sum()))
-        return store.select(np.flatnonzero(~held_out & ~leaked))
+        self._leaks[home] = leaked
+        return leaked
 
 
 def _lowest(keys: np.ndarray, fraction: float) -> np.ndarray:

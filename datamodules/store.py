@@ -98,9 +98,18 @@ class GroupStore(Sequence[Group]):
         return GroupStore(self._arrays, self._columns, self._order[positions])
 
     @property
+    def row_index(self) -> np.ndarray:
+        """[P] positions of the groups in their dataset."""
+        return self._arrays["index"][self._order]
+
+    @property
     def prompt_keys(self) -> np.ndarray:
         """[P] digests of the prompts' text."""
         return self._arrays["prompt_key"][self._order]
+
+    def columns(self) -> list[Mapping[str, Any]]:
+        """P mappings: the groups' other values."""
+        return [self._columns[p] for p in self._order.tolist()]
 
     def tokens(self) -> np.ndarray:
         """[P] tokens the model reads per group: its prompt once, its completions once each."""

@@ -12,7 +12,7 @@ import datamodules.prepare
 from alignment.errors import UserError
 from alignment.randomness import permutation
 from alignment.tiny import tiny_tokenizer as build_tokenizer
-from datamodules import PreferenceData, SupervisedData
+from datamodules import GroupData, PreferenceData, SupervisedData
 
 # 40 prompts with three comparisons each, scattered, in changing case and spacing.
 ROWS = [
@@ -390,4 +390,4 @@ def test_fragments_parse_and_say_what_they_are(fragment):
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True)
     built = parser.instantiate_classes(parser.parse_args([f"--data={fragment}"]))
-    assert isinstance(built.data, SupervisedData | PreferenceData)
+    assert isinstance(built.data, GroupData)
