@@ -42,7 +42,7 @@ class MetricWindow:
     """Collects `Metrics` between two log lines.
 
     One `update` is one step's (sum, count). A step whose sum is not finite is left out of the mean and counted; when no
-    finite step is left the mean is NaN, never 0. `flush` is a collective: every rank must call it.
+    finite step is left the mean is NaN, never 0. `flush` and `state_dict` are collectives: every rank must call them.
     """
 
     def __init__(self) -> None:
@@ -55,23 +55,32 @@ class MetricWindow:
             finite = torch.isfinite(s) & torch.isfinite(c)
             zero = torch.zeros_like(s)
             cell = torch.stack([torch.where(finite, s, zero), torch.where(finite, c, zero), (~finite).double()])
-            self._cells[name] = self._cells[name] + cell if name in self._cells else cell
+            self._cells[name] = self._cells[name].to(cell.device) + cell if name in self._cells else cell
 
     def flush(self, device: torch.device | str = "cpu") -> dict[str, float]:
         """name -> mean over the window and all ranks, plus `nonfinite/<name>` for every name with non-finite steps."""
+        cells = self.state_dict(device)
+        self._cells = {}
+        out: dict[str, float] = {}
+        for name, (s, c, bad) in cells.items():
+            out[name] = s / c if c else float("nan")
+            if bad:
+                out[f"nonfinite/{name}"] = bad
+        return out
+
+    def state_dict(self, device: torch.device | str = "cpu") -> dict[str, list[float]]:
+        """name -> [sum, count, non-finite steps] over all ranks, so that a window cut by a checkpoint is logged whole."""
         names = distributed.union_of_names(self._cells)
         if not names:
             return {}
         empty = torch.zeros(3, dtype=torch.float64, device=device)
         packed = torch.stack([self._cells.get(name, empty).to(device) for name in names])
-        packed = distributed.all_reduce_sum(packed).cpu()
-        self._cells = {}
-        out: dict[str, float] = {}
-        for name, (s, c, bad) in zip(names, packed.tolist(), strict=True):
-            out[name] = s / c if c else float("nan")
-            if bad:
-                out[f"nonfinite/{name}"] = bad
-        return out
+        return dict(zip(names, distributed.all_reduce_sum(packed).tolist(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """The sums of all ranks go to the first, so that they count once."""
+        mine = state if distributed.rank() == 0 else {}
+        self._cells = {name: torch.tensor(cell, dtype=torch.float64) for name, cell in mine.items()}
 
 
 class MaskedMean(Metric):

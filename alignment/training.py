@@ -225,6 +225,7 @@ class TrainingMixin(L.LightningModule):
             "batches_seen": self.batches_seen,
             "guard": self.guard.state_dict(),
             "moving": moving,
+            "window": self._train_window.state_dict(self.device),
         }
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
@@ -240,6 +241,7 @@ class TrainingMixin(L.LightningModule):
             )
         self.batches_seen = int(state["batches_seen"])
         self.guard.load_state_dict(state["guard"])
+        self._train_window.load_state_dict(state["window"])
         for name, saved in state["moving"].items():
             if self.hparams.get(name) == saved["configured"]:
                 setattr(self, name, saved["now"])

@@ -20,18 +20,20 @@ from tests.toys import TINY, trainer
 
 OPTIM = OptimConfig(lr=2e-3, warmup_steps=3)  # cosine: it asks for trainer.estimated_stepping_batches
 STEPS_PER_EPOCH = 5
+LOG_EVERY = 3  # every place cuts a logging window
 PLACES = (2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 3)  # inside the first epoch, exactly at its end, inside the second
 
 
 class Watch(L.Callback):
-    """Row numbers and logged values of every batch; a checkpoint after the batches asked for."""
+    """Row numbers of every batch, what was logged after it; a checkpoint after the batches asked for."""
 
     def __init__(self, save_in: Path | None = None) -> None:
         self.save_in = save_in
         self.rows: list[tuple[list[int], dict[str, float]]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        logged = {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith("val/")}
+        due = (trainer.fit_loop.total_batch_idx + 1) % LOG_EVERY == 0
+        logged = {k: float(v) for k, v in trainer.callback_metrics.items() if due and not k.startswith("val/")}
         self.rows.append((batch.group_index.tolist(), logged))
         if self.save_in is not None and trainer.global_step in PLACES:
             trainer.save_checkpoint(self.save_in / str(trainer.global_step))
@@ -68,7 +70,8 @@ def fit(name: str, folder: Path, watch: Watch, start: Path | None = None) -> tup
         cache_dir=str(folder / "data"),
     )
     module = BUILD[name](folder)
-    t = trainer(folder, max_epochs=2, plugins=[SafeCheckpointIO()], callbacks=[watch], use_distributed_sampler=True)
+    settings = {"plugins": [SafeCheckpointIO()], "callbacks": [watch], "use_distributed_sampler": True}
+    t = trainer(folder, max_epochs=2, log_every_n_steps=LOG_EVERY, **settings)
     t.fit(module, datamodule=data, ckpt_path=None if start is None else str(start))
     assert t.global_step == 2 * STEPS_PER_EPOCH
     return module, t.optimizers[0].state_dict()

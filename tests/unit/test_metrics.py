@@ -39,6 +39,18 @@ def test_counts_weigh_steps() -> None:
     assert w.flush() == {}
 
 
+def test_a_window_cut_by_a_checkpoint_is_logged_whole() -> None:
+    """Steps 1, NaN | 2, 6: the mean over three finite steps is 3, one step was not finite."""
+    before, after = MetricWindow(), MetricWindow()
+    for value in (1.0, math.nan):
+        before.update({"x": mean_of(torch.tensor([value]))})
+    after.load_state_dict(before.state_dict())
+    for value in (2.0, 6.0):
+        after.update({"x": mean_of(torch.tensor([value]))})
+    assert after.flush() == {"x": 3.0, "nonfinite/x": 1.0}
+    assert before.flush() == {"x": 1.0, "nonfinite/x": 1.0}  # saving takes nothing away
+
+
 def test_micro_batches_add_up() -> None:
     total: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     add_metrics(total, {"x": mean_of(torch.tensor([1.0, 2.0]))})
