@@ -69,7 +69,7 @@ class MetricWindow:
         return out
 
     def state_dict(self, device: torch.device | str = "cpu") -> dict[str, list[float]]:
-        """name -> [sum, count, non-finite steps] over all ranks, so that a window cut by a checkpoint is logged whole."""
+        """name -> [sum, count, non-finite steps] over all ranks: a window cut by a checkpoint is then logged whole."""
         names = distributed.union_of_names(self._cells)
         if not names:
             return {}
