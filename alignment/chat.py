@@ -14,6 +14,7 @@ do not end).
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import json
 import re
@@ -66,6 +67,10 @@ class Encoded:
     empty: bool = False
 
 
+_NO_VARIABLES = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
+"""What `apply_chat_template` takes for itself; a template may know the others."""
+
+
 class TemplateRefused(UserError):
     """The chat template raised on these messages (for example on two user turns in a row)."""
 
@@ -97,6 +102,9 @@ class ChatEncoder:
         tok = self.tokenizer
         if self.template == "chat" and not tok.chat_template:
             raise UserError("template 'chat' needs a tokenizer that has one; use 'plain', or set policy.chat_template")
+        taken = sorted(_NO_VARIABLES & self.template_kwargs.keys())
+        if taken:
+            raise UserError(f"template_kwargs are variables of the chat template; '{taken[0]}' is set by the data")
         for name in ("max_prompt_tokens", "max_completion_tokens", "max_tokens"):
             limit = getattr(self, name)
             if limit is not None and limit < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import dis
 import re
+import sys
 from collections.abc import Iterable
 
 from alignment.errors import UserError
@@ -17,6 +18,11 @@ _UNKNOWN = re.compile(
     r"(?:Option|(?:Group|Subcommand) '[^']*' does not accept option) '([^']+)'|unrecognized arguments: -*([^\s=]+)"
 )
 _HINT = re.compile(r"\(did you mean '([^']+)'\?\)")
+_NO_OPTION = re.compile(r"unrecognized arguments: ([^-\s]\S*)")
+_NO_VALUE = re.compile(r"argument (?:-\w/)?(--\S+): expected one argument")
+_IMPORTED = re.compile(r"Expected a path but (\S+) either not accessible or invalid")
+_NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
+_NO_LOADER = re.compile(r"`(train|val|test|predict)_dataloader` must be implemented")
 _NOT_A_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NOISE = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
@@ -44,13 +50,15 @@ def one_line(text: str) -> str:
 def suggest(key: str, known: Iterable[str]) -> str | None:
     """The known key that `key` probably meant: the closest as a whole, else by its first part, else by its last."""
     known = list(known)
+    first, dot, rest = key.partition(".")
+    firsts = {k.partition(".")[0] for k in known}
+    if dot and first not in firsts and (close := difflib.get_close_matches(first, firsts, n=1)):
+        key = f"{close[0]}.{rest}"
+        # The rest may name a setting of a class, which `known` does not hold: replaced only where it is very close.
+        return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.85)), key)
     close = difflib.get_close_matches(key, known, n=1)
     if close:
         return close[0]
-    first, dot, rest = key.partition(".")
-    close = difflib.get_close_matches(first, {k.partition(".")[0] for k in known}, n=1)
-    if close and dot:
-        return f"{close[0]}.{rest}"
     last = {k.rpartition(".")[2]: k for k in reversed(known)}
     close = difflib.get_close_matches(key.rpartition(".")[2], last, n=1)
     return last[close[0]] if close else None
@@ -65,12 +73,18 @@ def add_hint(message: str, known: Iterable[str]) -> str:
     return f"{message} (did you mean '{meant}'?)" if meant else message
 
 
-def explain(message: str, class_names: Iterable[str] = ()) -> str:
+def explain(message: str, class_names: Iterable[str] = (), import_error: str | None = None) -> str:
     """One line from jsonargparse's nested report: the full key, then what is wrong with it.
 
     The report lists what every alternative of a type had to say; the first alternative that got furthest is the one the
-    user meant. `class_names`: names to look through when a class was not found.
+    user meant. `class_names`: names to look through when a class was not found. `import_error`: what an import that
+    failed behind the report has to say (`failed_import`).
     """
+    class_names = list(class_names)
+    if (word := _NO_OPTION.search(message)) is not None:
+        return f"unexpected word '{word[1]}'; options start with --"
+    if (option := _NO_VALUE.search(message)) is not None:
+        return f"{option[1]}, or a setting below it, is given without a value"
     path: list[str] = []
     reasons: list[str] = []
     given: str | None = None
@@ -81,18 +95,27 @@ def explain(message: str, class_names: Iterable[str] = ()) -> str:
             if not reasons:
                 path += [key[1]] if path[-1:] != [key[1]] else []
             line = key[2]
+        if import_error is not None:
+            continue
         unknown = _UNKNOWN.search(line)
         if unknown:
             return _unknown_key([*path, unknown[1] or unknown[2]], _HINT.search(line))
         missing = _NOT_A_CLASS.search(line)
         if missing:
+            if missing[1] in class_names:
+                return f"{_prefix(path)}class '{missing[1]}' is of another kind than is needed here"
             meant = suggest(missing[1], class_names)
             hint = f"; did you mean '{meant}'?" if meant else ", neither a known name nor an importable path"
             return f"{_prefix(path)}no class '{missing[1]}'{hint}"
         if line.startswith("Given value: ") and given is None:
             given = line.removeprefix("Given value: ")
-        if line and not _NOISE.match(line):
-            reasons.append(_readable(line))
+        imported = _IMPORTED.match(line)
+        if imported:
+            given = imported[1]
+        elif line and not _NOISE.match(line):
+            reasons.append(_readable(line, given))
+    if import_error is not None:
+        return one_line(_prefix(path) + import_error)
     return one_line(_prefix(path) + (_joined(list(dict.fromkeys(reasons)), given) or message))
 
 
@@ -113,10 +136,38 @@ def _prefix(path: list[str]) -> str:
     return ".".join(path) + ": " if path else ""
 
 
-def _readable(text: str) -> str:
+def failed_import(ex: BaseException | None) -> str | None:
+    """What went wrong inside a file that was being imported, if that is what is behind an error; else None."""
+    while ex is not None:
+        if isinstance(ex, SyntaxError):
+            return f"{ex.filename}, line {ex.lineno}: {ex.msg}"
+        place, parsing = ex.__traceback__, False
+        while place is not None:
+            code = place.tb_frame.f_code
+            if parsing and code.co_name == "<module>":  # the interpreter leaves no frame of the import itself
+                return f"{code.co_filename}, line {place.tb_lineno}: {type(ex).__name__}: {ex}"
+            parsing = parsing or "jsonargparse" in str(place.tb_frame.f_globals.get("__name__"))
+            place = place.tb_next
+        ex = ex.__cause__ or ex.__context__
+    return None
+
+
+def lightnings(message: str) -> str:
+    """A mistake that Lightning found, in our words where its own are about code."""
+    missing = _NO_LOADER.search(message)
+    return f"there is no {missing[1]} data; name a datamodule with --data" if missing else message
+
+
+def _readable(text: str, given: str | None) -> str:
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
     text = re.sub(r"Expected an? ", "expected ", text)
+    text = re.sub(r"Unable to load config ['\"](.*)['\"]$", r"'\1' is neither a file that is there nor settings", text)
+    text = re.sub(r"Import path (\S+ )?does not correspond", rf"{given} does not correspond", text) if given else text
+    lacks = _NO_ATTRIBUTE.search(text)
+    if lacks and lacks[1] in sys.modules:
+        near = difflib.get_close_matches(lacks[2], dir(sys.modules[lacks[1]]), n=1)
+        text += f"; did you mean '{lacks[1]}.{near[0]}'?" if near else ""
     return text.replace(". Got value: ", ", got ")
 
 

@@ -25,6 +25,7 @@ import lightning as L
 import yaml
 from jsonargparse import Namespace
 from lightning.fabric.plugins.io import CheckpointIO
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
@@ -34,7 +35,8 @@ from lightning_utilities.core.enums import StrEnum
 
 from alignment import runs
 from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
-from alignment.cli_errors import CommandLineError, add_hint, explain
+from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings
+from alignment.config_file import check_config_file
 from alignment.tracking import HasDatasetInputs, TrackingLogger
 
 # Some of Lightning's own defaults are enums (Timer's `interval`), which a plain YAML dump of the configuration refuses.
@@ -56,13 +58,18 @@ _REFUSED = {
 class Parser(LightningArgumentParser):
     """Reports a mistake as CommandLineError with a did-you-mean, in place of usage, traceback and exit."""
 
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
+        check_config_file(path)
+        settings: Namespace = super().parse_path(path, *args, **kwargs)
+        return settings
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         owner = getattr(ex, "subcommand_parser", None) or self
         known = [a.dest for a in owner._actions if a.dest not in ("help", "==SUPPRESS==")]
         message = add_hint(message, [*known, "init_args", "class_path"])
         if not self.exit_on_error:  # a parser inside a type: its caller has more to say
             super().error(message, ex)
-        raise CommandLineError(explain(message, _class_names())) from ex
+        raise CommandLineError(explain(message, _class_names(), failed_import(ex))) from ex
 
 
 class RecordRun(SaveConfigCallback):
@@ -83,8 +90,10 @@ class RecordRun(SaveConfigCallback):
         text = self.parser.dump(self.config, skip_none=False)
         datamodule = getattr(trainer, "datamodule", None)
         for logger in _tracking(trainer):
+            say(f"this run: {logger.run_dir}")
             suffix = f"-{logger.resumes}" if logger.resumes else ""
             logger.log_text(text, f"config/{TrainerFn(stage).value}{suffix}.yaml")
+            logger.log_hyperparams({"seed": self.config.get("seed_everything"), **_data_settings(self.config)})
             if isinstance(datamodule, HasDatasetInputs):
                 logger.log_datasets(datamodule.dataset_inputs())
 
@@ -111,6 +120,10 @@ class AlignmentCLI(LightningCLI):
             self.config = parser.parse_args(args)
         except RecursionError as ex:  # an anchor inside itself, or nesting no configuration has
             raise CommandLineError("a configuration file refers to itself, or nests too deeply") from ex
+        except CommandLineError as ex:
+            if self.words[0].startswith("-"):
+                raise CommandLineError(f"{ex}; options go after the subcommand: alignment fit -c FILE ...") from ex
+            raise
         self._check_trainer_settings()
 
     def _check_trainer_settings(self) -> None:
@@ -137,8 +150,10 @@ class AlignmentCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Find the checkpoint; its hyper-parameters count where flags and YAML are silent; print where they differ."""
         settings = self._settings()
-        if not settings.get("ckpt_path"):
+        if settings.get("ckpt_path") is None:
             return
+        if settings.ckpt_path in ("", "hpc") or settings.ckpt_path.startswith("registry"):
+            raise CommandLineError(f"ckpt_path '{settings.ckpt_path}': give a checkpoint's folder, last or best")
         if settings.ckpt_path in ("last", "best"):
             self._resume_run(settings)
         try:
@@ -200,6 +215,15 @@ class AlignmentCLI(LightningCLI):
             f"{Path(given.root).resolve()} has a checkpoint; give its folder"
         )
 
+    # ------------------------------------------------------------------ running
+
+    def before_predict(self) -> None:
+        """Lightning drops what `predict` returns; say so when nobody else takes it."""
+        from callbacks import Predictions
+
+        if not any(isinstance(c, (Predictions, BasePredictionWriter)) for c in self.trainer.callbacks):  # type: ignore[attr-defined]
+            say("nothing writes the predictions; add --trainer.callbacks+=callbacks.Predictions")
+
     # ------------------------------------------------------------------ building
 
     def instantiate_classes(self) -> None:
@@ -231,18 +255,25 @@ def main(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:
         # At the end: a user's file must not stand in for a package of the same name.
         sys.path.append(os.getcwd())
-    _import_classes()
     _quiet()
+    _import_classes()
     try:
         AlignmentCLI(argv)
     except MisconfigurationException as ex:
+        raise CommandLineError(lightnings(str(ex))) from ex
+    except RuntimeError as ex:
+        if not str(ex).startswith("Early stopping conditioned on metric"):
+            raise
         raise CommandLineError(str(ex)) from ex
     return 0
 
 
 def _quiet() -> None:
-    """Drop what Lightning prints on every run and nobody can act on."""
+    """Drop what libraries print on every run and nobody can act on."""
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated")  # peft asks transformers
+    warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")  # no validation: as asked
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # wants a kernel that nothing here uses
     notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if _no_advertisement not in notes.filters:
         notes.addFilter(_no_advertisement)
@@ -289,6 +320,12 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             out[f"{prefix}{key}"] = value
     return out
+
+
+def _data_settings(config: Namespace) -> dict[str, Any]:
+    """The settings of the datamodule, to compare runs by."""
+    data = config.get("data")
+    return {"data": {"class": data.class_path, **data.init_args.as_dict()}} if data else {}
 
 
 def _class_names() -> list[str]:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from peft import LoraConfig
+from peft.utils.error import NoMatchingPeftModuleError
 from safetensors import SafetensorError
 
 from alignment.errors import UserError
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_TOKENIZER_MARKS = ("tokenizer_config.json", "tokenizer.json", "config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ def locate(name: str, *, weights: bool = True) -> Source:
     """
     if "://" in name:
         raise UserError(f"'{name}' is a URL; give a hub id, a local folder or a local .gguf file (download it first)")
+    if not name:
+        raise UserError("policy.name is empty; give a hub id, a folder or a .gguf file")
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         return _gguf(name, path)
@@ -54,10 +58,12 @@ def locate(name: str, *, weights: bool = True) -> Source:
             return Source(location=str(path), gguf_file=gguf[0].name)
         if weights:
             check_folder(path)
+        elif not any((path / file).is_file() for file in _TOKENIZER_MARKS):
+            raise UserError(f"'{path}' holds no tokenizer: none of {', '.join(_TOKENIZER_MARKS)} is there")
         return Source(location=str(path))
     if path.exists():
         raise UserError(f"'{name}' is a file; a policy is a hub id, a folder in transformers form or a .gguf file")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise UserError(f"no model folder '{name}'")
     return Source(location=name, local=False)
 
@@ -142,7 +148,7 @@ def loading(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError, NoMatchingPeftModuleError) as error:
         raise UserError(f"cannot load {what}: {one_line(error)}") from error
 
 

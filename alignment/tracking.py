@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 PARAM_LIMIT = 6000
 """Characters MLflow keeps of one parameter; longer values are whole in the artifact `params/<name>.txt`."""
 _PARAMS_PER_CALL = 100
+_FOR_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
+"""Tag by which the UI shows the pages for training, not those for agents."""
 _CREATE_TABLES_SECONDS = 120.0
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 Record = Callable[["MlflowClient", str], object]
@@ -69,7 +71,7 @@ class TrackingLogger(MLFlowLogger):
 
     Args:
         experiment_name: Experiment in MLflow and folder under `runs/`.
-        run_name: Name shown in MLflow. Free text: folders are named by the run's id.
+        run_name: Name in MLflow, any text; None: the model's name and the time. Folders are named by the run's id.
         root: Folder for the database, the artifacts and the run folders.
         tracking_uri: Tracking server to use in place of `sqlite:///<root>/mlflow.db`.
         tags: Tags of the run.
@@ -178,7 +180,8 @@ class TrackingLogger(MLFlowLogger):
         self._outbox.put(self._connect, **({"patience": _CREATE_TABLES_SECONDS} if local else {}))
         self._outbox.wait()
         if self._refusal is not None:
-            raise ValueError(f"cannot continue run {self._run_id!r}: {self._refusal}")
+            what = f"continue run '{self._run_id}'" if self._run_id else f"start a run in '{self._experiment_name}'"
+            raise ValueError(f"MLflow cannot {what}: {self._refusal}")
         self._folder_id = self._run_id or f"local-{uuid.uuid4().hex[:12]}"
         folder = runs.run_folder(self.root, self._experiment_name, self._folder_id)
         record = {
@@ -229,7 +232,9 @@ class TrackingLogger(MLFlowLogger):
         experiment = client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
             try:
-                identity = client.create_experiment(self._experiment_name, artifact_location=self._artifact_root())
+                identity = client.create_experiment(
+                    self._experiment_name, artifact_location=self._artifact_root(), tags=_FOR_TRAINING
+                )
             except MlflowException as ex:
                 if ex.error_code == "RESOURCE_ALREADY_EXISTS":  # another run was first; the retry finds its experiment
                     raise TrackerAway(first_line(ex)) from ex
@@ -239,7 +244,10 @@ class TrackingLogger(MLFlowLogger):
             if experiment.lifecycle_stage == "deleted":
                 client.restore_experiment(identity)
         self._experiment_id = identity
-        run = client.create_run(identity, tags=resolve_tags(self.tags), run_name=self._run_name)
+        # MLflow draws names from Python's generator, which a seeded run has just set: all would be called the same.
+        model = str(self._record.get("model", "run")).rpartition(".")[2]
+        name = self._run_name or f"{model} {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        run = client.create_run(identity, tags=resolve_tags(self.tags), run_name=name)
         self._run_id = run.info.run_id
 
     def _artifact_root(self) -> str | None:

@@ -22,6 +22,7 @@ def command(root: Path, port: int) -> list[str]:
         "--default-artifact-root": str(root.resolve() / "artifacts"),
         "--host": HOST,
         "--port": str(port),
+        "--uvicorn-opts": "--log-level warning",  # else a line for every picture a page loads
     }
     return [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
 
@@ -34,4 +35,5 @@ def main(argv: list[str]) -> NoReturn:
     options = parser.parse_args(argv)
     words = command(options.root, options.port)
     print(f"MLflow UI: http://{HOST}:{options.port} (stop with Ctrl-C)", flush=True)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server's own libraries; nobody here can act on them
     os.execv(words[0], words)

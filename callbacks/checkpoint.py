@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from alignment import resume
@@ -33,6 +34,7 @@ class Checkpoint(ModelCheckpoint):
         self._step_seen = 0
         self._resume_path = ""
         self._save_failed = False
+        self._warned = False
 
     # ------------------------------------------------------------------ when
 
@@ -64,6 +66,7 @@ class Checkpoint(ModelCheckpoint):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._should_skip_saving_checkpoint(trainer):
             return
+        self._warn_of_monitor(trainer)
         deferred, self._defer_save_until_validation = self._defer_save_until_validation, False
         if deferred or (self._epoch_due(trainer) and not self._should_save_on_train_epoch_end(trainer)):
             self._save(trainer)
@@ -78,6 +81,16 @@ class Checkpoint(ModelCheckpoint):
         if not self._should_skip_saving_checkpoint(trainer):
             # A monitored value would be that of an earlier state by now.
             self._save(trainer, topk=self.monitor is None)
+
+    def _warn_of_monitor(self, trainer: L.Trainer) -> None:
+        """A misspelt `monitor` would never be seen, and no best state ever kept."""
+        known = trainer.callback_metrics
+        if self.monitor is not None and self.monitor not in known and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"Checkpoint monitors '{self.monitor}', which nothing has logged so far, so no best state is kept; "
+                f"there are {', '.join(sorted(known))}"
+            )
 
     def _multiple_passed(self, trainer: L.Trainer) -> bool:
         every = self._every_n_train_steps

@@ -61,6 +61,7 @@ class Predictions(Callback):
         self._target.write_text(text, encoding="utf-8")
         for part in parts:
             part.unlink()
+        print(f"predictions: {self._target}", flush=True)
 
     def _part(self, rank: int) -> Path:
         return self._target.with_name(f"{self._target.name}.rank{rank}")

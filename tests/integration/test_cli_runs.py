@@ -66,6 +66,8 @@ def test_two_runs_of_one_command_in_one_folder(workdir: Path) -> None:
     for run in (first, second):
         assert run.info.status == "FINISHED"
         assert run.data.params["note"] == note
+        assert run.data.params["seed"] == "0"
+        assert run.data.params["data/class"].endswith("ToyData")
         assert config_of(workdir, run)["model"]["init_args"]["note"] == note
         assert [d.dataset.name for d in run.inputs.dataset_inputs] == ["ones"]
         assert steps_of(workdir, run.info.run_id) == [0, 1, 2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import math
+import random
 import socket
 import sqlite3
 import subprocess
@@ -105,9 +106,24 @@ def test_continuing_a_run_keeps_parameters_and_records_changes(logger: TrackingL
     assert json.loads(Path(changes).read_text()) == {"beta": ["0.1", "0.9"]}
 
 
+def test_seeded_runs_have_names_of_their_own(workdir: Path) -> None:
+    loggers = []
+    for model in ("modules.SFT", "modules.DPO"):
+        random.seed(0)  # as every run does
+        logger = TrackingLogger()
+        logger.annotate(model=model)
+        logger.log_metrics({"loss": 1.0})
+        logger.finalize()
+        loggers.append(logger)
+    names = [logger.experiment.get_run(logger.run_id).info.run_name for logger in loggers]
+    assert [name.partition(" ")[0] for name in names] == ["SFT", "DPO"]
+    experiment = loggers[0].experiment.get_experiment(loggers[0].experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
+
 @pytest.mark.filterwarnings("ignore:.*refused a record")
 def test_an_unknown_run_is_an_error(workdir: Path) -> None:
-    with pytest.raises(ValueError, match="cannot continue run 'nope'"):
+    with pytest.raises(ValueError, match="MLflow cannot continue run 'nope'"):
         TrackingLogger(run_id="nope").log_metrics({"loss": 1.0})
 
 

@@ -181,6 +181,14 @@ def test_early_stopping_keeps_its_count_across_a_resume(tmp_path):
     assert second.end() == whole.end()
 
 
+def test_a_misspelt_monitor_is_told_once(tmp_path):
+    with pytest.warns(UserWarning, match=r"Checkpoint monitors 'vall', which nothing has logged so far.*val") as told:
+        keep, _ = run(tmp_path, monitor="vall", trainer={"limit_val_batches": 1, "max_epochs": 3})
+    assert sum("monitors 'vall'" in str(warning.message) for warning in told) == 1
+    assert keep.best_model_path == ""
+    assert keep.last_model_path
+
+
 def test_weights_only(tmp_path):
     keep, _ = run(tmp_path, save_weights_only=True)
     state = load_checkpoint_folder(keep.best_model_path)

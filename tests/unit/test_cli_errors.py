@@ -11,7 +11,8 @@ import tests.cli_toys  # noqa: F401  # makes ToyModule and ToyData known by thei
 from alignment.cli import main
 from alignment.cli_errors import CommandLineError, explain, is_for_user, suggest
 
-RUN = ["fit", "--model", "ToyModule", "--data", "ToyData", "--data.path", "here", "--trainer.fast_dev_run", "true"]
+BASE = ["fit", "--model", "ToyModule", "--data", "ToyData", "--data.path", "here"]
+RUN = [*BASE, "--trainer.fast_dev_run", "true"]
 RUN += ["--trainer.accelerator", "cpu", "--trainer.enable_progress_bar", "false"]
 
 
@@ -32,6 +33,9 @@ def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         ("--model.step.knid=up", "unknown key 'model.step.knid'; did you mean 'model.step.kind'?"),
         ("--data.pth=x", "unknown key 'data.pth'; did you mean 'data.path'?"),
         ("--dta.path=x", "unknown key 'dta.path'; did you mean 'data.path'?"),
+        ("--modell.beta=1", "unknown key 'modell.beta'; did you mean 'model.beta'?"),
+        ("--model.beta", "--model, or a setting below it, is given without a value"),
+        ("validate", "unexpected word 'validate'; options start with --"),
         ("--trainer.max_stepz=1", "unknown key 'trainer.max_stepz'; did you mean 'trainer.max_steps'?"),
         ("--trainer.max_steps=abc", "trainer.max_steps: expected int, got abc"),
         ("--model.beta=abc", "model.beta: expected float, got abc"),
@@ -57,11 +61,17 @@ def test_flags(capsys: pytest.CaptureFixture[str], workdir: Path, flag: str, exp
         ("model: {class_path: os.system}", "model: Import path os.system does not correspond to a subclass"),
         ("trainer: {callbacks: [{class_path: EarlyStoping}]}", "trainer.callbacks: no class 'EarlyStoping'; did you"),
         ("trainer: [1, 2]", "trainer: expected a mapping of settings, got [1, 2]"),
-        ("trainer: nowhere.yaml", "trainer: Unable to load config"),
+        ("trainer: nowhere.yaml", "trainer: 'nowhere.yaml' is neither a file that is there nor settings"),
+        ("model:\n\tclass_path: ToyModule", "'run.yaml' line 2 is not YAML: while scanning for the next token found"),
+        ("# nothing yet\n", "'run.yaml' holds no settings; a configuration looks like"),
+        ("trainer: {max_steps: 1}\ntrainer: {max_epochs: 2}", "'run.yaml' line 2 sets 'trainer' again; join the two"),
+        ("data: {init_args: {rows: 1,\n rows: 2}}", "'run.yaml' line 2 sets 'rows' again"),
+        ("modle: {class_path: ToyModule}", "unknown key 'modle.class_path'; did you mean 'model.class_path'?"),
+        ("model: {class_path: ToyData}", "model: class 'ToyData' is of another kind than is needed here"),
         ("trainer: {accelerator: abacus}", "You selected an invalid accelerator name"),
-        ("a: [1, 2", "Problems parsing config: while parsing a flow sequence"),
+        ("a: [1, 2", "'run.yaml' line 1 is not YAML: while parsing a flow sequence"),
         ("x: !!python/object/apply:os.system ['touch pwned']", "Problems parsing config: could not determine"),
-        ("- 1", "Unexpected config"),
+        ("- 1", "'run.yaml' is no mapping of settings"),
         ("unknown: &a [*a]", "a configuration file refers to itself"),
     ],
 )
@@ -69,6 +79,57 @@ def test_files(capsys: pytest.CaptureFixture[str], workdir: Path, text: str, exp
     Path("run.yaml").write_text(text)
     assert complaint(capsys, *RUN, "-c", "run.yaml").startswith(expected)
     assert not Path("pwned").exists()
+
+
+def test_a_file_of_bytes_is_named(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    Path("run.yaml").write_bytes(b"model: \xff\n")
+    assert complaint(capsys, *RUN, "-c", "run.yaml").startswith("'run.yaml' is not a text file in UTF-8: ")
+
+
+def test_options_before_the_subcommand(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    Path("run.yaml").write_text("model: {class_path: ToyModule}\n")
+    for words in (["-c", "run.yaml", "fit"], ["--model.beta", "0.2", *RUN]):
+        assert "options go after the subcommand: alignment fit -c FILE" in complaint(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("raise RuntimeError('boom')", "line 1: RuntimeError: boom"),
+        ("x = 1\nimport not_there", "line 2: ModuleNotFoundError: No module named 'not_there'"),
+        ("def f(:", "line 1: invalid syntax"),
+        ("import lightning\nclass Helo(lightning.Callback): pass", "no attribute 'Hello'; did you mean '{name}.Helo'?"),
+        ("class Hello: pass", "{name}.Hello does not correspond to a subclass of Callback"),
+    ],
+)
+def test_a_file_of_the_user_that_cannot_be_used(
+    capsys: pytest.CaptureFixture[str], workdir: Path, request: pytest.FixtureRequest, text: str, expected: str
+) -> None:
+    name = f"broken{abs(hash(request.node.name))}"
+    Path(f"{name}.py").write_text(text + "\n")
+    line = complaint(capsys, *RUN, f"--trainer.callbacks+={name}.Hello")
+    assert line.startswith("trainer.callbacks: ")
+    assert line.endswith(expected.format(name=name))
+
+
+def test_a_run_without_data(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    assert main(["fit", "--model", "ToyModule", "--trainer.fast_dev_run", "true"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "alignment: error: there is no train data; name a datamodule with --data"
+
+
+@pytest.mark.parametrize("path", ["", "hpc", "registry:x"])
+def test_checkpoints_that_are_no_folders(capsys: pytest.CaptureFixture[str], workdir: Path, path: str) -> None:
+    expected = f"ckpt_path '{path}': give a checkpoint's folder, last or best"
+    assert complaint(capsys, *RUN, f"--ckpt_path={path}") == expected
+
+
+def test_stopping_early_on_an_unknown_metric(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    quiet = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.max_epochs=1"]
+    stop = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=nope"]
+    assert main([*BASE, *quiet, *stop]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("alignment: error: Early stopping conditioned on metric `nope` which is not available.")
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
@@ -142,6 +203,7 @@ def test_suggestions_look_at_the_whole_then_the_first_then_the_last_part() -> No
     known = ["trainer.max_steps", "data.path", "model"]
     assert suggest("trainer.max_stepz", known) == "trainer.max_steps"
     assert suggest("dta.path_to_the_rows", known) == "data.path_to_the_rows"
+    assert suggest("trainr.max_stepz", known) == "trainer.max_steps"
     assert suggest("x.max_steps", known) == "trainer.max_steps"
     assert suggest("zzzzzz", known) is None
 

@@ -46,6 +46,12 @@ def test_any_text_survives(text: str, tmp_path: Path) -> None:
     assert predict(tmp_path, [[{"index": 0, "x": text}]]) == [{"index": 0, "x": text}]
 
 
+def test_says_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    predict(tmp_path, [[{"index": 0}]])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("predictions: ")]
+    assert Path(line.removeprefix("predictions: ")).is_file()
+
+
 def test_an_older_file_is_replaced(tmp_path: Path) -> None:
     predict(tmp_path, [[{"index": 0, "x": 1}, {"index": 1, "x": 1}]])
     assert predict(tmp_path, [[{"index": 0, "x": 2}]]) == [{"index": 0, "x": 2}]
