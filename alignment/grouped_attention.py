@@ -1,0 +1,55 @@
+"""Attention over a cache without copying it, for models with fewer key-value heads than query heads.
+
+transformers' sdpa attention repeats keys and values to the number of query heads whenever there is more than one query
+per row, which in a decode step copies the whole cache, enlarged. Here the query heads that share a key-value head
+become more queries of that head instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+_NAME = "grouped_sdpa"
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """query [R, heads, S, d], key and value [R, h, T, d], mask [R, 1, S, T] -> [R, S, heads, d]."""
+    shared = query.shape[1] // key.shape[1]
+    if shared == 1 or attention_mask is None or options.get("softcap") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    rows, heads, queries, size = query.shape
+    out = F.scaled_dot_product_attention(
+        query.reshape(rows, heads // shared, shared * queries, size),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, shared, 1),
+        scale=options.get("scaling"),
+    )
+    return out.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+@contextmanager
+def grouped_attention(inner: PreTrainedModel) -> Iterator[None]:
+    """Inside the block a model that attends by sdpa does so without copies. It must be given its masks: under this name
+    transformers makes none."""
+    configs = {id(m.config): m.config for m in inner.modules() if isinstance(m, PreTrainedModel)}.values()
+    changed = [config for config in configs if config._attn_implementation == "sdpa"]
+    try:
+        for config in changed:
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for config in changed:
+            config._attn_implementation = "sdpa"
