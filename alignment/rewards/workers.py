@@ -105,21 +105,26 @@ class Process:
         self.send(self._setup, timeout_s)
 
     def send(self, body: bytes, timeout_s: float) -> None:
+        """Hand over a frame. Raises Lost after `timeout_s`, or when the process is gone."""
         assert self._socket is not None
-        self._socket.settimeout(timeout_s)
-        try:
-            self._socket.sendall(LENGTH.pack(len(body)))
-            self._socket.sendall(body)
-        except TimeoutError as error:
-            raise Lost("timeout", f"its worker took no data for {timeout_s:g} s") from error
-        except OSError as error:
-            raise Lost("crash", self._epitaph()) from error
+        deadline = time.monotonic() + timeout_s
+        left = memoryview(LENGTH.pack(len(body)) + body)
+        while left:
+            self._socket.settimeout(GLANCE)
+            try:
+                left = left[self._socket.send(left) :]
+            except TimeoutError:
+                self._check(deadline, f"its worker took no data for {timeout_s:g} s")
+            except OSError as error:
+                raise Lost("crash", self._epitaph()) from error
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
         """The next answer. Raises Lost after `timeout_s`, or when the process is gone."""
         deadline = time.monotonic() + timeout_s
         while (frame := self._frame()) is None:
-            self._read(deadline, timeout_s)
+            self._read(deadline, f"no value within {timeout_s:g} s")
+        if self._unwanted():
+            raise Dropped
         try:
             answer: dict[str, Any] = json.loads(frame)
         except ValueError as error:
@@ -136,26 +141,30 @@ class Process:
         del self._buffer[:end]
         return frame
 
-    def _read(self, deadline: float, timeout_s: float) -> None:
+    def _read(self, deadline: float, complaint: str) -> None:
+        """Wait for bytes for a moment. What has come is taken even after the deadline: then the trainer was late."""
         assert self._socket is not None
-        if self._unwanted():
-            raise Dropped
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise Lost("timeout", f"no value within {timeout_s:g} s")
-        self._socket.settimeout(min(left, GLANCE))
+        self._socket.settimeout(min(max(deadline - time.monotonic(), 0.001), GLANCE))
         try:
             data = self._socket.recv(1 << 16)
         except TimeoutError:
-            assert self._process is not None
-            if self._process.poll() is None:
-                return
-            data = b""  # it has ended, but what it started may still hold the other end of the socket
+            self._check(deadline, complaint)
+            return
         except OSError:
             data = b""
         if not data:
             raise Lost("crash", self._epitaph())
         self._buffer += data
+
+    def _check(self, deadline: float, complaint: str) -> None:
+        """Whether to wait on for a silent process; raises Lost or Dropped if not."""
+        assert self._process is not None
+        if self._unwanted():
+            raise Dropped
+        if self._process.poll() is not None:  # what it started may still hold the other end of the socket
+            raise Lost("crash", self._epitaph())
+        if time.monotonic() >= deadline:
+            raise Lost("timeout", complaint)
 
     def _epitaph(self) -> str:
         """What became of a process that no longer answers."""
@@ -166,7 +175,7 @@ class Process:
             return "its worker has closed its connection"
         if status == -signal.SIGKILL:
             return "its worker was killed (SIGKILL; was memory short?)"
-        return f"its worker died of {signal.Signals(-status).name}" if status < 0 else f"its worker exited ({status})"
+        return f"its worker died of: {signal.strsignal(-status)}" if status < 0 else f"its worker exited ({status})"
 
     def kill(self) -> None:
         """End the process with all it has started, and collect it. Does nothing when there is none."""
@@ -200,23 +209,24 @@ class Watcher(threading.Thread):
     def run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._job = job
-            self._do(job)
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile: nobody waits
+                self._do(job)
             self._job = None
         self._process.kill()
 
     def _do(self, job: Job) -> None:
+        if self._unwanted():
+            job.result.set_exception(Dropped("the rewards were closed while they were being computed"))
+            return
         started = time.monotonic()
         try:
-            if self._unwanted():
-                raise Dropped
             result = self._outcomes(job) if job.body else self._begin(job, 0)
-            job.seconds = time.monotonic() - started
-            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
-                job.result.set_result(result)
         except BaseException as error:  # a thread's error reaches nobody; here it reaches the one who waits
             self._process.kill()
-            with contextlib.suppress(InvalidStateError):
-                job.result.set_exception(error)
+            job.result.set_exception(error)
+        else:
+            job.seconds = time.monotonic() - started
+            job.result.set_result(result)
 
     def _begin(self, job: Job, start: int) -> Wanted:
         """Hand the job to the process, starting one if there is none. Raises Lost when the reward cannot be loaded."""

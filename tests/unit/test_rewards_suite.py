@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import jsonargparse
 import pytest
 import torch
+import yaml
 
 from alignment import distributed
 from alignment.batches import Group, GroupBatch
@@ -354,6 +356,26 @@ def test_from_yaml(tmp_path: Path) -> None:
     assert (condition.reward, condition.at_least) == ("correct", 1.0)
     assert (suite.specs["tone"].reward, suite.specs["tone"].scale) == ("my_rewards.tone", "running")
     assert (suite.config.workers, suite.config.on_fault) == (3, "stop")
+
+
+def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: overlaps 3 (2 at most), 0 and None of 2; politeness where the overlap is at least 1."""
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    code, settings = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    assert code is not None
+    assert settings is not None
+    (tmp_path / "my_rewards.py").write_text(code[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    samples = Samples(
+        prompts=["p"] * 3,
+        completions=["Please: a b c", "please", "Please"],
+        completion_ids=[[5] * 64, [5] * 65, []],
+        columns=[{"keywords": ["a", "b", "c"]}, {"keywords": ["x"]}, {"keywords": None}],
+    )
+    with RewardSuite(yaml.safe_load(settings[1])["rewards"], SuiteConfig(workers=1)) as suite:
+        matrix = suite.submit_samples(samples).collect()
+    same(matrix.values.T.tolist(), [[1.0, 0.0, NAN], [1.0, 0.0, NAN], [1.0, 0.0, 1.0]])
+    same(matrix.total()[None].tolist(), [[4.0, 0.0, 1.0]])
 
 
 @pytest.mark.parametrize(
