@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
+
+from alignment.errors import UserError
 
 HOST = "127.0.0.1"
 
@@ -27,6 +30,18 @@ def command(root: Path, port: int) -> list[str]:
     return [sys.executable, "-m", "mlflow", "ui", *(word for option in options.items() for word in option)]
 
 
+def _check_free(port: int) -> None:
+    """Raises UserError for a port that cannot be had: the server would say so under a page of its own lines."""
+    if not 0 < port < 65536:
+        raise UserError(f"--port {port}: a port is a number from 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that has just stopped is no hindrance
+        try:
+            probe.bind((HOST, port))
+        except OSError as ex:
+            raise UserError(f"port {port} cannot be used ({ex.strerror}); choose another with --port") from ex
+
+
 def main(argv: list[str]) -> NoReturn:
     """Become the server: signals reach it directly, and its exit status is ours."""
     parser = argparse.ArgumentParser(prog="alignment ui", description=__doc__)
@@ -34,6 +49,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
     options = parser.parse_args(argv)
     words = command(options.root, options.port)
+    _check_free(options.port)
     print(f"MLflow UI: http://{HOST}:{options.port} (stop with Ctrl-C)", flush=True)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server's own libraries; nobody here can act on them
+    # What the server and its libraries say of themselves; nobody here can act on it.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.execv(words[0], words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -196,3 +197,15 @@ def test_ui_serves_this_machine_only(
     assert words[words.index("--backend-store-uri") + 1] == f"sqlite:///{tmp_path}/mlflow.db"
     with pytest.raises(SystemExit):
         ui.main(["--host", "0.0.0.0"])
+
+
+def test_ui_on_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mlflow.db").touch()
+    with socket.socket() as taken:
+        taken.bind((ui.HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["ui", "--root", str(tmp_path), "--port", str(port)]) == 2
+    assert f"port {port} cannot be used" in capsys.readouterr().err
+    assert main(["ui", "--root", str(tmp_path), "--port", "99999"]) == 2
+    assert "a port is a number from 1 to 65535" in capsys.readouterr().err
