@@ -51,6 +51,7 @@ class Options:
         prompts: held-out prompts to answer.
         rows: training rows of each stage; None as the configurations say.
         figure: where to draw the picture; None for nowhere.
+        report: where to keep the numbers besides the run's folder; None for nowhere.
     """
 
     model: str = "smollm2"
@@ -58,6 +59,7 @@ class Options:
     prompts: int = 48
     rows: int | None = None
     figure: Path | None = None
+    report: Path | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=48, help="held-out prompts to answer")
     parser.add_argument("--rows", type=int, help="training rows of each stage, instead of the configurations'")
     parser.add_argument("--figure", type=Path, help="draw before and after into this file (.png, .svg)")
+    parser.add_argument("--report", type=Path, help="keep the numbers in this file too (.json)")
     options = Options(**vars(parser.parse_args(argv)))
     console = Console()
     try:
@@ -171,6 +174,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     folder = track(report, options.root)
     show(report, console)
+    if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(report.to_json(), encoding="utf-8")
     if options.figure is not None:
         draw(report, options.figure)
         console.print(f"picture: {options.figure}")
