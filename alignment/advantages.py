@@ -72,7 +72,9 @@ class RewardTable:
     def of_scores(cls, scores: Tensor, group_of: Tensor, groups: int | None = None) -> RewardTable:
         """The table of one reward [N]. `groups` None: as many as `group_of` names."""
         count = int(group_of.max()) + 1 if groups is None and len(group_of) else groups or 0
-        return cls(rewards=scores[:, None], weights=torch.ones(1), group_of=group_of, groups=count)
+        return cls(
+            rewards=scores[:, None], weights=torch.ones(1, device=scores.device), group_of=group_of, groups=count
+        )
 
     @property
     def scores(self) -> Tensor:

@@ -4,6 +4,15 @@ from datamodules.base import DatasetInfo, GroupData
 from datamodules.difficulty import StrataConfig
 from datamodules.preference import PreferenceData
 from datamodules.prompts import PromptData
+from datamodules.strata import DifficultyStratifiedBatchSampler
 from datamodules.supervised import SupervisedData
 
-__all__ = ["DatasetInfo", "GroupData", "PreferenceData", "PromptData", "StrataConfig", "SupervisedData"]
+__all__ = [
+    "DatasetInfo",
+    "DifficultyStratifiedBatchSampler",
+    "GroupData",
+    "PreferenceData",
+    "PromptData",
+    "StrataConfig",
+    "SupervisedData",
+]

@@ -145,6 +145,11 @@ class DifficultyStratifiedBatchSampler(BatchOrder):
         self.ratio, self.exhausted, self._grades = list(ratio), exhausted, grades
         Quota(ratio)  # a ratio that is none is an error now, not at the first batch
         self._length = super().__len__() if exhausted == "reshuffle" else self._batches_until_stop()
+        if exhausted == "stop" and not self._length:
+            raise UserError(
+                f"exhausted: stop ends before the first batch: strata of {[len(m) for m in self._members()]} "
+                f"prompts cannot fill a batch of {batch_size}"
+            )
         self._warn_about_small_strata()
         self._walk: tuple[Quota, list[Stream]] | None = None
         self._walk_of: tuple[int, int] = (-1, -1)  # which streams `_walk` holds: (version of the grades, epoch)

@@ -101,6 +101,16 @@ def test_rows_without_any_reward_leave_the_batch_statistics() -> None:
         assert found[2] == 0.0
 
 
+def test_c14_normalising_over_completions_knows_no_lengths() -> None:
+    """Centred scores [2, -1, -1] have deviation sqrt(3), whether the last completion has 1 token or 8: over tokens the
+    mean would be -0.7 and every advantage another."""
+    per_completion = estimate(ADVANTAGES.get("reinforce_pp"), table([5, 2, 2])).values
+    assert per_completion.tolist() == pytest.approx([1.1547, -0.5774, -0.5774], abs=1e-4)
+    for lengths in ([1, 1, 1], [1, 1, 8]):
+        batch = ragged(*lengths)
+        assert batch.mean_tokens(per_completion[batch.row_of()]).tolist() == pytest.approx(per_completion.tolist())
+
+
 @pytest.mark.parametrize("name", list(ADVANTAGES))
 @pytest.mark.parametrize("size", [2, 3, 7, 64])
 @pytest.mark.parametrize("constant", [0.3, 1 / 3, -7.1, 1e-8, 1e6, 0.0])

@@ -288,11 +288,11 @@ def test_c2_truncated_completions_leave_the_denominator() -> None:
     half = mask_truncated(batch, torch.tensor([False, True]))
     ones = torch.ones(4, requires_grad=True)
     for reduction in ("token_mean", "seq_mean_token_mean"):
-        assert float(reduce_tokens(ones, half, Counts.of(half), reduction)) == 1.0
+        assert reduce_tokens(ones, half, Counts.of(half), reduction).item() == 1.0
     none = mask_truncated(batch, torch.tensor([True, True]))
     for reduction in REDUCTIONS:
         loss = reduce_tokens(ones, none, Counts.of(none), reduction, max_length=4)
-        assert float(loss) == 0.0
+        assert loss.item() == 0.0
         assert torch.autograd.grad(loss, ones)[0].tolist() == [0.0] * 4
 
 
@@ -349,7 +349,7 @@ def test_the_entropy_bonus_is_a_token_mean() -> None:
     batch = ragged(3, 1)
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     bonus = entropy_bonus(entropy, batch, Counts.of(batch), 0.01)
-    assert float(bonus) == pytest.approx(-0.025)
+    assert bonus.item() == pytest.approx(-0.025)
     assert torch.autograd.grad(bonus, entropy)[0].tolist() == pytest.approx([-0.0025] * 4)
 
 

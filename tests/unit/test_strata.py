@@ -243,6 +243,8 @@ def test_settings_that_make_no_sense(caplog: pytest.LogCaptureFixture) -> None:
         make(ratio=(1, 1))
     with pytest.raises(UserError, match="exhausted: stop needs strata that stay"):
         make(grades=Grades(LABELS, regrading()), exhausted="stop")
+    with pytest.raises(UserError, match=r"strata of \[20, 20, 10\] prompts cannot fill a batch of 30"):
+        make(30, exhausted="stop")
     with caplog.at_level(logging.WARNING):
         make(200)
     assert "stratum 2 has 10 prompts for up to 20 seats of a batch" in caplog.text
