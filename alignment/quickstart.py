@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
@@ -91,6 +92,8 @@ def run(options: Options, console: Console) -> Report:
         UserError: the model cannot be brought or loaded, or a stage of training failed (it has said why).
     """
     clock = _Clock()
+    if options.model == "tiny":
+        torch.set_num_threads(1)  # its matrices are too small to share: threads would only wait for one another
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     start = start_model(options)
     clock.lap("model")

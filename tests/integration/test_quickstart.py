@@ -44,7 +44,7 @@ def test_before_training_nothing_differs_from_the_start(done):
 @pytest.mark.slow
 def test_training_moves_the_policy_and_dpo_gains_preference(done):
     _, report = done
-    assert report.scores["SFT"].kl > 0.5
+    assert report.scores["SFT"].kl > 0.1
     assert report.scores["DPO"].preference_accuracy > 0.6
     assert report.scores["DPO"].reward_margin > 0.0
 
