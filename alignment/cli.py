@@ -17,7 +17,7 @@ SUBCOMMANDS = {
     "predict": ("alignment.lightning_cli", "write scored pairs or completions"),
     "ui": ("alignment.ui", "open the MLflow UI on this machine (127.0.0.1)"),
     "fetch": ("alignment.fetch", "bring a small real model without a hub: alignment fetch smollm2"),
-    "export": ("alignment.export_command", "write a checkpoint as a plain transformers folder: alignment export CKPT OUT"),
+    "export": ("alignment.export_command", "a checkpoint as a transformers folder: alignment export last OUT"),
 }
 """name -> (module whose `main(argv)` runs it, one line of help)"""
 _TRAINER = ("fit", "validate", "test", "predict")
