@@ -212,7 +212,8 @@ class ChatEncoder:
             text = self.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=generation, **options
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # A template is code: it fails on purpose (`raise_exception`) or as code does.
             raise TemplateRefused(f"the chat template refuses these messages: {error}") from error
         return cast(str, text)
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 PARAM_LIMIT = 6000
 """Characters MLflow keeps of one parameter; longer values are whole in the artifact `params/<name>.txt`."""
 _PARAMS_PER_CALL = 100
-_FOR_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
-"""Tag by which the UI shows the pages for training, not those for agents."""
 _CREATE_TABLES_SECONDS = 120.0
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
 Record = Callable[["MlflowClient", str], object]
@@ -232,9 +230,7 @@ class TrackingLogger(MLFlowLogger):
         experiment = client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
             try:
-                identity = client.create_experiment(
-                    self._experiment_name, artifact_location=self._artifact_root(), tags=_FOR_TRAINING
-                )
+                identity = client.create_experiment(self._experiment_name, artifact_location=self._artifact_root())
             except MlflowException as ex:
                 if ex.error_code == "RESOURCE_ALREADY_EXISTS":  # another run was first; the retry finds its experiment
                     raise TrackerAway(first_line(ex)) from ex

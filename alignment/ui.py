@@ -50,7 +50,9 @@ def main(argv: list[str]) -> NoReturn:
     options = parser.parse_args(argv)
     words = command(options.root, options.port)
     _check_free(options.port)
-    print(f"MLflow UI: http://{HOST}:{options.port} (stop with Ctrl-C)", flush=True)
+    # Without the query the UI opens on its pages for agents.
+    page = f"http://{HOST}:{options.port}/#/experiments?workflowType=machine_learning"
+    print(f"MLflow UI: {page} (stop with Ctrl-C)", flush=True)
     # What the server and its libraries say of themselves; nobody here can act on it.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")

@@ -79,6 +79,7 @@ class Checkpoint(ModelCheckpoint):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
+            self._warn_of_monitor(trainer)
             # A monitored value would be that of an earlier state by now.
             self._save(trainer, topk=self.monitor is None)
 

@@ -222,6 +222,15 @@ def test_a_template_that_refuses_says_so():
         ChatEncoder(tokenizer=tok).prompt([Message("system", "x"), Message("user", "y")])
 
 
+def test_a_template_that_fails_as_code_does_says_so():
+    tok = build_tokenizer()
+    tok.chat_template = "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + 1 }}{% endif %}" + (
+        tok.chat_template
+    )
+    with pytest.raises(TemplateRefused, match="the chat template refuses these messages: can only concatenate str"):
+        ChatEncoder(tokenizer=tok).prompt([Message("system", "x"), Message("user", "y")])
+
+
 def test_limits_must_be_positive(tiny_tokenizer):
     with pytest.raises(UserError, match="max_prompt_tokens must be at least 1 token, got 0"):
         ChatEncoder(tokenizer=tiny_tokenizer, max_prompt_tokens=0)
