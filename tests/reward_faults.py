@@ -123,6 +123,20 @@ class Batch:
         return [self.fault() if c == "bad" else len(c) for c in completions]
 
 
+class Tally:
+    """Hangs on "bad", after adding a line to a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, completion: str) -> int:
+        if completion == "bad":
+            with open(self.path, "a") as file:
+                file.write("called\n")
+            time.sleep(FOREVER)
+        return len(completion)
+
+
 def length(completion: str) -> int:
     return len(completion)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -131,17 +132,17 @@ def test_a_hanging_call_ends_at_its_deadline() -> None:
     assert 0 <= min(overshoots) <= 1.0
 
 
-def test_a_reward_that_always_hangs_costs_three_deadlines_a_share() -> None:
+def test_a_reward_that_always_hangs_costs_three_deadlines_a_share(tmp_path: Path) -> None:
     """Of 8 completions in one share three are tried; a value in between starts the count anew."""
-    with RewardSuite({"hung": HUNG}, SuiteConfig(workers=1)) as suite:
-        suite.start()
-        started = time.monotonic()
+    tally = tmp_path / "tally"
+    spec = {"reward": f"{HOME}.Tally", "args": {"path": str(tally)}, "timeout_s": 1.0}
+    with RewardSuite({"hung": spec}, SuiteConfig(workers=1)) as suite:
         first = suite.submit_samples(samples(["bad"] * 8)).collect()
-        seconds = time.monotonic() - started
+        assert len(tally.read_text().splitlines()) == 3
         second = suite.submit_samples(samples(["bad", "ok", "bad", "bad", "ok"])).collect()
     assert first.faults["hung"] == {"timeout": 8}
-    assert 1.5 <= seconds < 4.0  # three deadlines and restarts, not eight
     assert values(second, "hung") == [None, 2.0, None, None, 2.0]
+    assert len(tally.read_text().splitlines()) == 6
 
 
 def test_an_answer_that_waits_for_a_late_trainer_counts() -> None:
@@ -152,9 +153,12 @@ def test_an_answer_that_waits_for_a_late_trainer_counts() -> None:
         process.start(60.0)
         process.send(json.dumps({"name": "sound", "start": 0}).encode(), 60.0)
         process.send(pickle.dumps(({"completion": ["ok"]}, ["key"])), 60.0)
-        time.sleep(1.0)
         assert process.receive(60.0)["wanted"]
-        assert process.receive(-1.0) == {"outcomes": [[2.0, None, ""]]}
+        answer, until = None, time.monotonic() + 60
+        while answer is None and time.monotonic() < until:
+            with contextlib.suppress(Lost):
+                answer = process.receive(-1.0)
+        assert answer == {"outcomes": [[2.0, None, ""]]}
         with pytest.raises(Lost, match="no value within"):
             process.receive(-1.0)
     finally:
