@@ -20,9 +20,14 @@ def decoder_difference(decoder: Decoder, inner: PreTrainedModel, probe: Probe, *
     The probe's completions have unequal lengths and its longest prompt crosses a short attention window.
     """
     groups = _lists(probe)
-    parts = [[group] for group in groups] if decoder.same_length else [groups]
+    expected = [[_forward(inner, [*g.prompt, *c[:-1]], len(c)) for c in g.completions] for g in groups]
+    together = [[i] for i in range(len(groups))] if decoder.same_length else [list(range(len(groups)))]
     try:
-        gaps = [gap for part in parts for gap in _gaps(decoder, inner, part)]
+        gaps = [
+            gap
+            for part in together
+            for gap in _gaps(decoder, [groups[i] for i in part], [row for i in part for row in expected[i]])
+        ]
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError) as error:
         # model code that does not know such a cache or mask fails in its own way: finding that out is what this is for
         return f"it does not take the cache ({type(error).__name__}: {error})"
@@ -44,23 +49,22 @@ def _lists(probe: Probe) -> list[Group]:
     return [Group(prompt=p, completions=c) for p, c in zip(prompts, completions, strict=True)]
 
 
-def _gaps(decoder: Decoder, inner: PreTrainedModel, groups: Sequence[Group]) -> list[float]:
+def _gaps(decoder: Decoder, groups: Sequence[Group], expected: Sequence[Tensor]) -> list[float]:
     """For every completion token, the mean distance over the vocabulary of the log-probs that predict it."""
-    rows = [(list(g.prompt), list(c)) for g in groups for c in g.completions]
-    expected = [_forward(inner, prompt + c[:-1], len(c)) for prompt, c in rows]
-    longest = max(len(c) for _, c in rows)
+    rows = [list(c) for g in groups for c in g.completions]
+    longest = max(len(row) for row in rows)
     decode = decoder.start([g.prompt for g in groups], [len(g.completions) for g in groups], longest)
     x, live, gaps = decode.first, list(range(len(rows))), []
     for t in range(longest):
         logps = decoder.logits(x).log_softmax(-1)
         gaps += [float((logps[i] - expected[row][t]).abs().mean()) for i, row in enumerate(live)]
-        alive = [len(rows[row][1]) > t + 1 for row in live]
+        alive = [len(rows[row]) > t + 1 for row in live]
         live = [row for row, stays in zip(live, alive, strict=True) if stays]
         if not live:
             break
         if not all(alive):
-            decode.keep(torch.tensor(alive, device=inner.device))
-        x = decode.step(torch.tensor([rows[row][1][t] for row in live], device=inner.device))
+            decode.keep(torch.tensor(alive, device=x.device))
+        x = decode.step(torch.tensor([rows[row][t] for row in live], device=x.device))
     return gaps
 
 

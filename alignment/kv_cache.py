@@ -96,7 +96,7 @@ class KVCache(Cache):
             return parts[0]
         whole = cls()
         whole.columns = parts[0].columns
-        for index in parts[0]._layers:
+        for index in list(parts[0]._layers):
             pairs = [part._layers.pop(index) for part in parts]
             whole._layers[index] = torch.cat([k for k, _ in pairs]), torch.cat([v for _, v in pairs])
         return whole

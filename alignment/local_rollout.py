@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -62,7 +63,8 @@ class LocalRollout:
     Attributes:
         path: the path in force, "shared" or "plain". reason: why plain, "" on the shared path.
 
-    Raises UserError for a model that neither path reproduces, and for path="shared" where that path does not.
+    Raises UserError for prompt tuning, for a model that neither path reproduces (at `verify`, or the first `generate`),
+    and for path="shared" where that path does not.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class LocalRollout:
         inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
         if inner is None:
             raise ValueError(f"{type(model).__name__} holds no transformers model")
+        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+            raise UserError("prompt and prefix tuning add tokens to the input; rollouts know LoRA only")
         if max_batch_tokens is not None and max_batch_tokens < 1:
             raise UserError(f"max_batch_tokens must be at least 1, got {max_batch_tokens}")
         self._model, self._inner, self._asked = model, inner, path

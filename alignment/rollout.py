@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedTokenizerBase
 
 from alignment.batches import Group, GroupBatch
 from alignment.errors import UserError
@@ -124,7 +124,7 @@ def stop_ids_of(
     `extra` is the place for a chat template's end of turn, which is often not the tokenizer's end of text.
     """
     found: set[int] = set(extra)
-    models = [] if model is None else [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    models = [] if model is None else [m for m in model.modules() if isinstance(m, GenerationMixin)]
     configs = [m.generation_config for m in models if m.generation_config is not None]
     for ids in (tokenizer.eos_token_id, *(config.eos_token_id for config in configs)):
         found.update([ids] if isinstance(ids, int) else ids or [])
