@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from alignment.batches import GroupBatch
 
@@ -131,6 +132,17 @@ class Texts(NamedTuple):
 
     prompts: Sequence[str]
     completions: Sequence[str]
+
+    @classmethod
+    def decode(cls, batch: GroupBatch, tokenizer: PreTrainedTokenizerBase) -> Texts:
+        """Prompts as the policy read them, special tokens included; completions without, so that an answer is its text
+        alone."""
+        prompts = _cut(batch.prompt_ids.tolist(), batch.prompt_lengths.tolist())
+        completions = _cut(batch.completion_ids.tolist(), batch.completion_lengths.tolist())
+        return cls(
+            [cast(str, tokenizer.decode(ids)) for ids in prompts],
+            [cast(str, tokenizer.decode(ids, skip_special_tokens=True)) for ids in completions],
+        )
 
 
 class SampledBatch(Protocol):

@@ -81,6 +81,15 @@ def test_every_parameter_arrives_in_order() -> None:
     assert set(matrix.seconds) == {"all", "one", "parts"}
 
 
+def test_decoding(tiny_tokenizer) -> None:
+    """Prompts keep their template; completions lose the end of text."""
+    prompt = tiny_tokenizer("<bos><|im_start|>user\nhi<|im_end|>\n")["input_ids"]
+    reply = tiny_tokenizer("hello")["input_ids"]
+    batch = GroupBatch.from_groups([Group(prompt=prompt, completions=[[*reply, 3], [3], []])])
+    texts = Texts.decode(batch, tiny_tokenizer)
+    assert texts == (["<bos><|im_start|>user\nhi<|im_end|>\n"], ["hello", "", ""])
+
+
 def test_texts_must_fit_the_rollout() -> None:
     with pytest.raises(ValueError, match="1 prompts and 4 completions for a rollout with 2 and 4"):
         Samples.of(Rollout(), Texts(["P"], ["x", "y", "", "z"]))
