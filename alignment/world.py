@@ -36,8 +36,8 @@ SIZES: dict[str, dict[str, int]] = {
 """Rows given when `load` is not told a size. Any size up to a few hundred thousand works."""
 
 ASPECTS = ("right", "warm", "short", "right_before_warm")
-"""What a comparison is about: the chosen reply is right, warm and short; the rejected one wrong, not warm, or padded.
-In the last the chosen reply is right but cold, the rejected one warm but wrong: a kind lie does not win."""
+"""What a comparison is about: the chosen reply is right, warm and short; the rejected one is wrong, curt or padded. In
+the last the chosen reply is right but plain, the rejected one warm but wrong: a kind lie does not win."""
 
 STYLES_IN_LOG: tuple[Style, ...] = ("warm", "plain", "curt", "curt", "padded")
 WRONG_IN_LOG = 10
@@ -313,15 +313,12 @@ def reply(question: Question, style: Style, correct: bool, draws: _Draws) -> str
 
 def _comparison(question: Question, aspect: str, draws: _Draws) -> tuple[str, str]:
     """(chosen, rejected) replies for one aspect."""
-    cold: Style = "curt" if draws.below(2) else "plain"
     if aspect == "right_before_warm":
-        return reply(question, cold, True, draws), reply(question, "warm", False, draws)
+        return reply(question, "plain", True, draws), reply(question, "warm", False, draws)
     chosen = reply(question, "warm", True, draws)
     if aspect == "right":
         return chosen, reply(question, "warm", False, draws)
-    if aspect == "short":
-        return chosen, reply(question, "padded", True, draws)
-    return chosen, reply(question, cold, True, draws)
+    return chosen, reply(question, "curt" if aspect == "warm" else "padded", True, draws)
 
 
 def load(kind: Kind, split: Split, seed: int = 0, size: int | None = None) -> list[Row]:
