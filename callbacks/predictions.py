@@ -45,18 +45,19 @@ class Predictions(Callback):
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in outputs)
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.strategy.barrier("predictions")
-        if distributed.rank() != 0:
-            return
+        trainer.strategy.barrier("every rank has written its part")
+        if distributed.rank() == 0:
+            self._join()
+        trainer.strategy.barrier("the file is complete wherever predict returns")
+
+    def _join(self) -> None:
         parts = [self._part(rank) for rank in range(distributed.world_size())]
         rows = [json.loads(line) for part in parts for line in _lines(part)]
         first: dict[Any, dict[str, Any]] = {}
         for position, row in enumerate(rows):
             index = row.get("index", -1)
             first.setdefault(index if index >= 0 else (position,), row)
-        ordered = sorted(
-            first.values(), key=lambda row: int(row.get("index", -1))
-        )  # stable: unnumbered rows keep order
+        ordered = sorted(first.values(), key=lambda row: int(row.get("index", -1)))  # stable sort
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
         self._target.write_text(text, encoding="utf-8")
         for part in parts:

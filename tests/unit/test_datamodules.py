@@ -362,7 +362,8 @@ def test_resuming_on_other_rows_is_said(make):
 def test_two_processes_share_batches_without_injection(make, tmp_path, tiny_tokenizer):
     """use_distributed_sampler stays at its default, True; 90 rows in batches of 11 end with a batch of 2."""
     data = make(tokenizer=None, val_fraction=0.25, batch_size=11, cache_dir=str(tmp_path / "cache"), seed=3)
-    trainer(devices=2, strategy="ddp_fork").fit(Recorder(tiny_tokenizer, tmp_path), data)
+    # Spawned: a fork would inherit threads (gloo's, autograd's) of earlier tests that do not run in it.
+    trainer(devices=2, strategy="ddp_spawn").fit(Recorder(tiny_tokenizer, tmp_path), data)
     alone = tmp_path / "alone"
     alone.mkdir()
     trainer().fit(Recorder(tiny_tokenizer, alone), make(val_fraction=0.25, batch_size=11, seed=3))
