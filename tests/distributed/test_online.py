@@ -21,7 +21,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Res
     rows = [{"prompt": f"Question {i}?", "difficulty": ("easy", "medium", "hard")[i % 3]} for i in range(60)]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     online_checks.run(0, 1, folder)
-    ranks = [multiprocessing.get_context("spawn").Process(target=online_checks.run, args=(r, 2, folder)) for r in (0, 1)]
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=online_checks.run, args=(rank, 2, folder)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     try:
