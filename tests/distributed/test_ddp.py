@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,23 +13,18 @@ from typing import Any
 import pytest
 
 from tests.distributed import ddp_checks
+from tests.ports import meeting_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODULES = ("sft", "reward", "dpo")
 Results = dict[str, Any]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "tests.distributed.ddp_checks", str(folder)]
     ranks = [
         subprocess.Popen(

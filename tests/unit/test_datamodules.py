@@ -13,6 +13,7 @@ from alignment.errors import UserError
 from alignment.randomness import permutation
 from alignment.tiny import tiny_tokenizer as build_tokenizer
 from datamodules import GroupData, PreferenceData, SupervisedData
+from tests.ports import meeting_port
 
 # 40 prompts with three comparisons each, scattered, in changing case and spacing.
 ROWS = [
@@ -359,9 +360,10 @@ def test_resuming_on_other_rows_is_said(make):
         after.load_state_dict(before.state_dict())
 
 
-def test_two_processes_share_batches_without_injection(make, tmp_path, tiny_tokenizer):
+def test_two_processes_share_batches_without_injection(make, tmp_path, tiny_tokenizer, monkeypatch):
     """use_distributed_sampler stays at its default, True; 90 rows in batches of 11 end with a batch of 2."""
     data = make(tokenizer=None, val_fraction=0.25, batch_size=11, cache_dir=str(tmp_path / "cache"), seed=3)
+    monkeypatch.setenv("MASTER_PORT", str(meeting_port()))
     # Spawned: a fork would inherit threads (gloo's, autograd's) of earlier tests that do not run in it.
     trainer(devices=2, strategy="ddp_spawn").fit(Recorder(tiny_tokenizer, tmp_path), data)
     alone = tmp_path / "alone"
