@@ -6,8 +6,8 @@ import os
 import socket
 
 FIRST, COUNT = 20_000, 10_000
-"""Below the range from which the system draws ports for connections: seconds of imports pass between choosing a port and
-listening on it, and nobody takes this one meanwhile."""
+"""Below the range from which the system draws ports for connections: between choosing a port and listening on it lie
+seconds of imports, and nobody takes this one meanwhile."""
 
 
 def meeting_port() -> int:
