@@ -104,7 +104,7 @@ class Signals(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._leave_if_asked(trainer, pl_module)
+        self._leave_if_asked(trainer, pl_module, in_batch=True)
 
     def on_validation_batch_end(
         self,
@@ -122,13 +122,13 @@ class Signals(Callback):
         self._leave_if_asked(trainer, pl_module)
         self._restore()
 
-    def _leave_if_asked(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _leave_if_asked(self, trainer: L.Trainer, pl_module: L.LightningModule, *, in_batch: bool = False) -> None:
         number = self._agreed(trainer, pl_module.device)
         if number is None:
             return
         self._saving = True
         if not (trainer.sanity_checking or trainer.fast_dev_run):  # type: ignore[attr-defined]
-            if trainer.training:
+            if in_batch:
                 # The batch's metrics would be written after this hook.
                 trainer._logger_connector.on_batch_end()
                 trainer._logger_connector.update_train_step_metrics()

@@ -39,6 +39,10 @@ class Send(L.Callback):
         if self.at == ("sanity" if trainer.sanity_checking else "validation"):
             self._send()
 
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.at == "last epoch's end" and trainer.current_epoch == trainer.max_epochs - 1:
+            self._send()
+
     def on_save_checkpoint(self, *args: Any) -> None:
         if self.at == "save":
             self._send()
@@ -124,6 +128,14 @@ def test_the_last_batch_is_logged_before_leaving(tmp_path):
     with pytest.raises(SystemExit):
         trainer.fit(Recorder(), *loaders())
     assert [step for step, row in rows.rows if "loss" in dict(row)] == [0, 1, 2, 3]
+
+
+def test_a_signal_after_the_last_batch_is_honoured_at_the_end(tmp_path):
+    """No batch is under way by then, so none has metrics to be written."""
+    got, module = leave(tmp_path, callbacks.Checkpoint(dirpath=tmp_path), Send(signal.SIGTERM, at="last epoch's end"))
+    assert got == 143
+    steps = [e[2] for e in module.events if e[0] == "batch"]
+    assert verify(resolve("last", tmp_path))["step"] == steps[-1] == len(steps)
 
 
 @pytest.mark.parametrize("keep", [[], [ModelCheckpoint(save_last=True)]], ids=["none", "plain"])
