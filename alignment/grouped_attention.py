@@ -7,13 +7,13 @@ become more queries of that head instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 _NAME = "grouped_sdpa"
@@ -40,11 +40,17 @@ def _attention(
 AttentionInterface.register(_NAME, _attention)
 
 
+def configs_of(inner: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs that a model and its parts look up their kind of attention in."""
+    return list({id(m.config): m.config for m in inner.modules() if isinstance(m, PreTrainedModel)}.values())
+
+
 @contextmanager
-def grouped_attention(inner: PreTrainedModel) -> Iterator[None]:
-    """Inside the block a model that attends by sdpa does so without copies. It must be given its masks: under this name
-    transformers makes none."""
-    configs = {id(m.config): m.config for m in inner.modules() if isinstance(m, PreTrainedModel)}.values()
+def grouped_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
+    """Inside the block a model with these configs that attends by sdpa does so without copies.
+
+    It must be given its masks: under this name transformers makes none.
+    """
     changed = [config for config in configs if config._attn_implementation == "sdpa"]
     try:
         for config in changed:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from alignment.batches import Group, GroupBatch
 from alignment.branches import Branches, StepCosts
 from alignment.decoding import Decode, cache_argument
-from alignment.grouped_attention import grouped_attention
+from alignment.grouped_attention import configs_of, grouped_attention
 from alignment.kv_cache import KVCache
 from alignment.layout import LayerMask, additive, attention_mask, layer_masks, pack
 from alignment.logprobs import decoder_of, logit_form
@@ -33,8 +33,7 @@ _FIRST_ROOM = 128
 # A rearrangement copies the cache once; it must make the later steps at least this much cheaper.
 _WORTH_COPYING = 0.8
 
-# Multiply-adds in the time of reading one byte, on a CPU and on an accelerator. It decides how branches are laid out,
-# and half or twice the value changes a step by a few per cent.
+# Multiply-adds in the time of reading one byte, on a CPU and on an accelerator; it decides how wide rows are.
 _CPU_BALANCE, _ACCELERATOR_BALANCE = 4.0, 80.0
 
 
@@ -57,6 +56,7 @@ class SharedDecoder:
         self._head: nn.Module = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._form = logit_form(self._config)
         self._cache_name = cache_argument(self._trunk)
+        self._attending = configs_of(inner)
         self.layers = layer_masks(self._config)
         embedded = [p for m in self._trunk.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
         self._weights = sum(p.numel() for p in self._trunk.parameters()) - sum(p.numel() for p in embedded)
@@ -86,7 +86,7 @@ class SharedDecoder:
         """[rows, tokens] ids -> final states [rows, tokens, H]; `cache` takes in their keys and values."""
         mask = masks if len(masks) > 1 else next(iter(masks.values()))  # by name where there are several kinds
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": mask, self._cache_name: cache}
-        with grouped_attention(self._inner):
+        with grouped_attention(self._attending):
             states: Tensor = self._trunk(**inputs, use_cache=True)[0]
         cache.advance(input_ids.shape[1])
         return states
@@ -124,11 +124,10 @@ class _SharedDecode:
         self._decoder, self._cache, self._branches, self._steps = decoder, cache, branches, steps
         self._costs = decoder.costs(cache)
         self._longest = int(branches.lengths.max()) + steps
-        self._stale = True
-        self._visible = self._key_positions = first.new_empty(0)
+        self._rearrange()
 
     def step(self, tokens: Tensor) -> Tensor:
-        if self._stale or self._cache.room < self._branches.width:
+        if self._wasteful or self._cache.room < self._branches.width:
             self._rearrange()
         b = self._branches
         ids = torch.full((b.rows * b.width,), self._decoder.pad_id, dtype=torch.int64, device=tokens.device)
@@ -143,7 +142,7 @@ class _SharedDecode:
     def keep(self, alive: Tensor) -> None:
         self._branches = b = self._branches.kept(alive)
         _, cost = b.best(self._costs, self._steps)
-        self._stale = self._stale or cost < _WORTH_COPYING * b.cost(self._costs, self._steps)
+        self._wasteful = cost < _WORTH_COPYING * b.cost(self._costs, self._steps)
 
     def _rearrange(self) -> None:
         """Put the live completions into rows of the best width, with room for more steps."""
@@ -154,7 +153,7 @@ class _SharedDecode:
         columns = self._cache.columns + self._cache.room
         self._visible = self._branches.visible(columns, self._cache.dtype)
         self._key_positions = self._branches.positions(columns)
-        self._stale = False
+        self._wasteful = False
 
     def _masks(self, position: Tensor) -> dict[str, Tensor]:
         """Kind of layer -> [R, 1, S, T], when the slots of row r are at position[r]."""
