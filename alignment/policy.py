@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from alignment.errors import UserError
 from alignment.quantize import Quantization, bitsandbytes_config, keep_4bit_as_read
 from alignment.sources import Source, adapter_config, loading, locate, locate_adapter
 from alignment.tiny import tiny_config, tiny_model, tiny_tokenizer
-from alignment.transforms import Transforms
+from alignment.transforms import Transforms, disable_dropout
 
 __all__ = [
     "LoRAConfig",
@@ -47,12 +46,10 @@ __all__ = [
     "load_policy",
     "load_tokenizer",
     "model_digest",
+    "prepare",
 ]
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-# Names under which model configurations and modules keep probabilities of dropping something.
-_DROPOUT = re.compile(r"(^|_)(dropout|pdrop|layerdrop|drop_path)(_|$)|dropout$")
 
 
 @dataclass(kw_only=True)
@@ -215,11 +212,17 @@ def load_policy(config: PolicyConfig, transforms: Transforms | None = None) -> n
         steps.register("quantise", lambda model: model)  # done while reading, so that the full weights never exist
     if lora is not None:
         steps.register("lora", lambda model: _add_lora(model, config, lora))
+    return prepare(_load_base(config), config, steps)
+
+
+def prepare(model: PreTrainedModel, config: PolicyConfig, transforms: Transforms) -> nn.Module:
+    """A model as it was read, made fit for training: dropout off unless asked for, activations checkpointed if asked
+    for, then `transforms`; in training mode."""
+    steps = transforms.copy()
     if config.gradient_checkpointing:
         steps.register("activation_checkpointing", _checkpoint_activations)
-    model = _load_base(config)
     if not config.dropout:
-        _disable_dropout(model)
+        disable_dropout(model)
     # transformers gives the embedding of the pad id no gradient. Where pad is also the end-of-text token, one of
     # the text's tokens would stay untrained; padded positions get no gradient anyway.
     embeddings = model.get_input_embeddings()
@@ -356,21 +359,6 @@ def _checkpoint_activations(model: nn.Module) -> nn.Module:
     # The non-reentrant kind works although a LoRA model's embedded inputs need no gradient.
     base_model(model).activation_checkpointing_enable({"use_reentrant": False})
     return model
-
-
-def _disable_dropout(model: PreTrainedModel) -> None:
-    """Set every dropout probability to 0, in modules and in the configuration (which an export keeps)."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and _DROPOUT.search(name):
-                setattr(module, name, 0.0)
-    settings = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
-    for part in settings:
-        for name, value in vars(part).items():
-            if isinstance(value, float) and _DROPOUT.search(name):
-                setattr(part, name, 0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------- utilities

@@ -8,12 +8,16 @@ comes last.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from torch import nn
 
 from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Stage = Literal["quantise", "lora", "float8", "activation_checkpointing", "fully_shard", "compile"]
 Transform = Callable[[nn.Module], nn.Module]
@@ -23,6 +27,9 @@ FORBIDDEN: dict[tuple[Stage, Stage], str] = {
     ("quantise", "float8"): "float8 needs the linear layers that 4-bit or 8-bit loading has replaced; "
     "set policy.quantization to none or remove the float8 callback",
 }
+
+# Names under which model configurations and modules keep probabilities of dropping something.
+_DROPOUT = re.compile(r"(^|_)(dropout|pdrop|layerdrop|drop_path)(_|$)|dropout$")
 
 
 class Transforms:
@@ -62,3 +69,18 @@ class Transforms:
         for stage in self.stages:
             model = self._steps[stage](model)
         return model
+
+
+def disable_dropout(model: PreTrainedModel) -> None:
+    """Set every dropout probability to 0, in modules and in the configuration (which an export keeps)."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and _DROPOUT.search(name):
+                setattr(module, name, 0.0)
+    settings = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
+    for part in settings:
+        for name, value in vars(part).items():
+            if isinstance(value, float) and _DROPOUT.search(name):
+                setattr(part, name, 0.0)

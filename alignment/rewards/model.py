@@ -102,7 +102,7 @@ class _Member:
         device: torch.device,
     ) -> None:
         self.name, self.batch_tokens = name, batch_tokens
-        self.model, self.tokenizer = _load(name, dtype)
+        self.model, self.tokenizer = load_classifier(name, dtype)
         self.model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.tokenizer.truncation_side = "left"
         self.column = self._column(label)
@@ -166,15 +166,31 @@ class _Member:
         return cast(Tensor, logits.softmax(dim=1)[:, self.column, None].cpu())
 
 
-def _load(name: str, dtype: DType) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_classifier(
+    name: str, dtype: DType | torch.dtype, attention: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A sequence classifier and its tokenizer, from a folder or hub id with safetensors weights.
+
+    Args:
+        attention: attention implementation of transformers; None: its own choice.
+
+    Raises:
+        UserError: nothing of the kind there, no trained head, or a part of the head that transformers would leave out.
+    """
     if (Path(name) / "manifest.json").is_file():
         raise UserError(f"'{name}' is a checkpoint; write the reward model with `alignment export` first")
     source = locate(name)
     with loading(f"reward model '{name}'"):
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            source.location, dtype=dtype, use_safetensors=True, output_loading_info=True
+            source.location,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(source.location)
     if report["missing_keys"]:
         raise UserError(f"'{name}' is no sequence classifier: it lacks {sorted(report['missing_keys'])[0]}")
+    if unused := sorted(key for key in report["unexpected_keys"] if key.startswith("score.")):
+        raise UserError(f"'{name}' has {unused[0]}, for which {type(model).__name__} of transformers has no place")
     return model, tokenizer
