@@ -97,6 +97,10 @@ class RewardTable:
         flat = (count < 2) | (top - low <= FLAT * mean.abs().clamp(min=1))
         return GroupStats(count=count, mean=mean, std=std, flat=flat)
 
+    def informative(self) -> Tensor:
+        """[P, K] bool: the reward differs within the group."""
+        return ~torch.stack([self.stats(reward).flat for reward in self.rewards.T], dim=1)
+
     def centred(self, values: Tensor, stats: GroupStats) -> Tensor:
         """[N] values minus their group's mean; exactly 0 where there is no value and in flat groups."""
         used = ~values.isnan() & ~stats.flat[self.group_of]
@@ -214,7 +218,6 @@ def estimate(estimator: Estimator, table: RewardTable) -> Advantages:
     values = torch.where(valid, values, 0.0)
     active = torch.zeros(whole.groups, dtype=torch.bool)
     active[whole.group_of[values != 0]] = True
-    flat = torch.stack([whole.stats(reward).flat for reward in whole.rewards.T], dim=1)
     counts = whole.stats(whole.scores).count
     alone = whole.groups > 0 and bool((counts < 2).all())
     device = table.rewards.device
@@ -222,7 +225,7 @@ def estimate(estimator: Estimator, table: RewardTable) -> Advantages:
         values=values[rows].float().to(device),
         valid=valid[rows].to(device),
         active=active[groups].to(device),
-        informative=~flat[groups].to(device),
+        informative=whole.informative()[groups].to(device),
         warning="no group has two completions with a reward, so every advantage is 0: sample more" if alone else "",
     )
 

@@ -1,4 +1,7 @@
-"""The few collectives the engine needs. Each is a no-op in a single process and must be called by every rank."""
+"""The few collectives the engine needs. Each is a no-op in a single process and must be called by every rank.
+
+Notes are none: any rank may leave one, and read it, at any time.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_NOTES = "alignment/notes"
 
 
 def world_size() -> int:
@@ -40,6 +45,28 @@ def all_gather_objects(value: object) -> list[object]:
     out: list[object] = [None] * world_size()
     dist.all_gather_object(out, value)
     return out
+
+
+def leave_note(name: str) -> None:
+    """Leave a note that other ranks see with `has_note`, whatever they are doing meanwhile."""
+    if world_size() > 1:
+        _store().set(f"{_NOTES}/{name}", "")
+
+
+def has_note(name: str) -> bool:
+    """Whether a rank has left this note: one question to the store the ranks met at."""
+    return world_size() > 1 and bool(_store().check([f"{_NOTES}/{name}"]))
+
+
+def remove_note(name: str) -> None:
+    """Take a note away again, if there is one."""
+    if has_note(name):
+        _store().delete_key(f"{_NOTES}/{name}")
+
+
+def _store() -> dist.Store:
+    # torch has no public way to it. Not a collective: a rank that computes could not take part in one.
+    return dist.distributed_c10d._get_default_store()
 
 
 def union_of_names(names: Iterable[str]) -> list[str]:

@@ -115,7 +115,8 @@ def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
     weights = {n.removeprefix("policy."): v for n, v in state.items() if n.startswith("policy.")}
     others = sorted(n for n in state if not n.startswith("policy."))
     if others:
-        log.warning("left out of the export, which holds the policy alone: %s", ", ".join(others))
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        log.warning("left out of the export, which holds the policy alone: %s%s", ", ".join(others[:3]), more)
     return _Trained(config=config, tokenizer=load_tokenizer(config), weights=weights)
 
 

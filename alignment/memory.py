@@ -9,6 +9,8 @@ weights      b a parameter; 4-bit linear layers 0.516 bytes (nf4 and its scales)
 gradients    b a trainable parameter
 optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
 reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
+critic       its fp32 head; a trunk of its own: weights, gradients and optimizer of the policy's or of the reward model's
+             without LM head, and the activations of that trunk, held together with the policy's; 4 T H for the head
 activations  T b (6 H + 4 A + 4 I + W) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
              fp32, where norms keep fp32 values); 3 T b H after the last. With LoRA 4 H in place of 6 or 8; adapters are
              fp32, so below that T (4 (5 H + A + I) - b I) more for the copies of their inputs. With gradient
@@ -30,12 +32,14 @@ import psutil
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from alignment.critic import CriticConfig, reward_dtype, split_classifier, zero_head
+from alignment.logprobs import decoder_of
 from alignment.optim import OptimConfig
-from alignment.policy import LoRAConfig, PolicyConfig, add_lora, load_architecture
-from alignment.sources import adapter_config, locate_adapter
+from alignment.policy import LoRAConfig, PolicyConfig, add_lora, base_model, load_architecture
+from alignment.sources import adapter_config, loading, locate, locate_adapter
 
 ResolvedReference = Literal["none", "cached", "adapter_off", "frozen_adapter", "copy"]
 
@@ -55,6 +59,7 @@ class Plan:
         micro_batch_tokens: tokens in one forward.
         reference: kind of reference, resolved.
         row_tokens: tokens in the longest row, if the data has a limit; None assumes one row of all tokens.
+        critic: what estimates values; None for an algorithm without.
     """
 
     policy: PolicyConfig
@@ -62,23 +67,25 @@ class Plan:
     micro_batch_tokens: int = 4096
     reference: ResolvedReference = "none"
     row_tokens: int | None = None
+    critic: CriticConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Bytes, for each process."""
+    """Bytes, for each process. Parameters (numbers) and all but the last two are those of the policy."""
 
     parameters: int
     trainable: int
     weights: int
     gradients: int
     optimizer: int
-    reference: int
     activations: int
+    reference: int
+    critic: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.reference + self.critic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,7 @@ class Estimator:
     def __init__(self, architecture: PreTrainedConfig) -> None:
         self._architecture = architecture
         self._counts: dict[str, _Counts] = {}
+        self._critics: dict[str, tuple[nn.Module | None, nn.Linear]] = {}
 
     def __call__(self, plan: Plan) -> Estimate:
         """The estimate of a plan."""
@@ -110,21 +118,37 @@ class Estimator:
             weights=counts.weights,
             gradients=gradients,
             optimizer=sum(_state_bytes(p, plan.optim) for p in trained if plan.optim is not None),
-            reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0),
             activations=_activation_bytes(plan, self._architecture, counts.value_bytes),
+            reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0),
+            critic=self._critic_bytes(plan, plan.critic) if plan.critic is not None else 0,
         )
 
     def _count(self, config: PolicyConfig) -> _Counts:
         key = repr(config)
         if key not in self._counts:
-            model = _on_meta(config, self._architecture)
-            self._counts[key] = _Counts(
-                parameters=sum(p.numel() for p in model.parameters()),
-                weights=sum(_weight_bytes(model, config)),
-                value_bytes=next(p for n, p in model.named_parameters() if "lora_" not in n).element_size(),
-                trained=tuple(p for p in model.parameters() if p.requires_grad),
-            )
+            self._counts[key] = _counts_of(_on_meta(config, self._architecture), config)
         return self._counts[key]
+
+    def _critic_bytes(self, plan: Plan, critic: CriticConfig) -> int:
+        """Everything a critic adds: weights, gradients, optimizer state and activations."""
+        form = replace(plan.policy, gradient_checkpointing=False)
+        if critic.kind == "reward_model":
+            form = replace(form, lora=None, quantization="none")
+        key = f"{form!r} {critic!r}"
+        if key not in self._critics:
+            self._critics[key] = _critic_on_meta(form, critic, self._architecture)
+        trunk, head = self._critics[key]
+        weights, trained = sum(p.nbytes for p in head.parameters()), tuple(head.parameters())
+        activations = 4 * plan.micro_batch_tokens * head.in_features
+        if trunk is not None:
+            counts = _counts_of(trunk, form)
+            weights, trained = weights + counts.weights, trained + counts.trained
+            # No logits on either path: the trunk is asked for states.
+            own = replace(form, gradient_checkpointing=plan.policy.gradient_checkpointing, logprob_path="shared")
+            activations += _activation_bytes(replace(plan, policy=own), base_model(trunk).config, counts.value_bytes)
+        if plan.optim is None:
+            return weights
+        return weights + activations + sum(p.nbytes + _state_bytes(p, plan.optim) for p in trained)
 
 
 def estimate(plan: Plan) -> Estimate:
@@ -146,6 +170,34 @@ def _on_meta(config: PolicyConfig, architecture: PreTrainedConfig) -> nn.Module:
         settings = adapter_config(locate_adapter(config.lora.pretrained))
         settings.inference_mode = False
         return get_peft_model(model, settings)
+
+
+def _critic_on_meta(
+    config: PolicyConfig, critic: CriticConfig, architecture: PreTrainedConfig
+) -> tuple[nn.Module | None, nn.Linear]:
+    """A critic's own trunk (None: the policy's) and its fp32 head, without their weights."""
+    if critic.reward_model is None:
+        policy = base_model(_on_meta(config, architecture))
+        with torch.device("meta"):
+            head = zero_head(policy)
+        return decoder_of(policy) if critic.kind == "copy" else None, head
+    source = locate(critic.reward_model)
+    with loading(f"reward model '{critic.reward_model}'"), torch.device("meta"):
+        classifier = AutoModelForSequenceClassification.from_config(  # type: ignore[no-untyped-call]
+            AutoConfig.from_pretrained(source.location),
+            dtype=reward_dtype(config) or architecture.dtype or torch.float32,
+        )
+    trunk, head = split_classifier(classifier, critic.reward_model)
+    return trunk, head.float()
+
+
+def _counts_of(model: nn.Module, config: PolicyConfig) -> _Counts:
+    return _Counts(
+        parameters=sum(p.numel() for p in model.parameters()),
+        weights=sum(_weight_bytes(model, config)),
+        value_bytes=next(p for n, p in model.named_parameters() if "lora_" not in n).element_size(),
+        trained=tuple(p for p in model.parameters() if p.requires_grad),
+    )
 
 
 def _weight_bytes(model: nn.Module, config: PolicyConfig) -> Iterator[int]:
@@ -249,6 +301,8 @@ def remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield from training
     if plan.reference == "copy":
         yield "reference=cached", replace(plan, reference="cached")
+    if plan.critic is not None and plan.critic.kind != "head":
+        yield "critic.kind=head", replace(plan, critic=CriticConfig())
     if policy.dtype == "float32":
         yield "policy.dtype=bfloat16", replace(plan, policy=replace(policy, dtype="bfloat16"))
     reference: ResolvedReference = "none" if plan.reference == "none" else "adapter_off"
@@ -298,6 +352,7 @@ def report(plan: Plan, limit: int, where: str = "this machine") -> str:
         ("gradients", found.gradients, f"{found.trainable:,} trainable"),
         ("optimizer", found.optimizer, optim.optimizer if optim else "none"),
         ("reference", found.reference, plan.reference),
+        *([("critic", found.critic, plan.critic.kind)] if plan.critic is not None else []),
         ("activations", found.activations, f"up to {plan.micro_batch_tokens:,} tokens at a time{checkpointing}"),
         ("total", found.total, ""),
         ("free", limit, where),

@@ -23,6 +23,27 @@ class GradientListener(Protocol):
 
 
 @runtime_checkable
+class StopSource(Protocol):
+    """A callback that knows when a run was asked to leave, and how (`callbacks.Signals`). See `alignment.stopping`."""
+
+    def stop_requested(self) -> bool:
+        """Whether any rank was asked, as far as this one knows. Cheap, no collective."""
+        ...
+
+    def drop_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the state from before the batch under way and leave. A collective, called inside a training or
+        validation step before any update of it. Returns when no rank was asked to leave."""
+
+
+@runtime_checkable
+class TakesBack(Protocol):
+    """A training loader that can go back by one batch."""
+
+    def put_back(self) -> None:
+        """The batch given last was not used: what `state_dict` returns from now on stands before it."""
+
+
+@runtime_checkable
 class SizedBatches(Protocol):
     """A data module that knows how many groups one optimizer step sees, over all ranks."""
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from alignment.batches import GroupBatch
 from alignment.distributed import all_gather_objects, rank, world_size
 from alignment.errors import UserError
+from alignment.full_kl import Head
 from alignment.logprobs import LogProbEngine
 from alignment.policy import PolicyConfig, load_policy, model_digest
 from alignment.reference_cache import (
@@ -97,8 +98,14 @@ class Reference(ABC):
         return Cached(policy, config, engine_factory)
 
     @abstractmethod
-    def token_logps(self, batch: GroupBatch) -> Tensor:
-        """[C] float32 log-probs under the reference, without gradient; 0 at unscored tokens."""
+    def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
+        """[C] float32 log-probs under the reference, its logits divided by `temperature`, without gradient; 0 at
+        unscored tokens."""
+
+    def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
+        """([C, H] states that predict each token, without gradient; the head that makes logits of them). Raises
+        UserError for a kind that keeps log-probs only."""
+        raise UserError(f"reference={self.kind} has no states, which a full-vocabulary KL needs; use copy")
 
     def precompute(  # noqa: B027 (deliberately empty: only one kind has something to prepare)
         self,
@@ -119,9 +126,13 @@ class AdapterOff(Reference):
         self._peft = _peft_model(policy)
         self._engine = engine_factory(policy)
 
-    def token_logps(self, batch: GroupBatch) -> Tensor:
+    def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         with _as_found(self._peft), self._peft.disable_adapter():
-            return _logps(self._engine, batch)
+            return _logps(self._engine, batch, temperature)
+
+    def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
+        with _as_found(self._peft), self._peft.disable_adapter():
+            return _states(self._engine, batch), Head.of(self._peft)
 
 
 class FrozenAdapter(Reference):
@@ -146,11 +157,20 @@ class FrozenAdapter(Reference):
                 parameters[twin].data = source.detach().clone()
                 parameters[twin].requires_grad_(False)
 
-    def token_logps(self, batch: GroupBatch) -> Tensor:
+    def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
+        with self._switched():
+            return _logps(self._engine, batch, temperature)
+
+    def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
+        with self._switched():
+            return _states(self._engine, batch), Head.of(self._peft)
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
         with _as_found(self._peft):
             self._peft.set_adapter(self.name, inference_mode=True)
             try:
-                return _logps(self._engine, batch)
+                yield
             finally:
                 self._peft.set_adapter(self._active)
 
@@ -165,9 +185,13 @@ class FrozenCopy(Reference):
         self._model = _starting_policy(config, like=policy)
         self._engine = engine_factory(self._model)
 
-    def token_logps(self, batch: GroupBatch) -> Tensor:
+    def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         _follow(self._model, self._policy)
-        return _logps(self._engine, batch)
+        return _logps(self._engine, batch, temperature)
+
+    def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
+        _follow(self._model, self._policy)
+        return _states(self._engine, batch), Head.of(self._model)
 
 
 class Cached(Reference):
@@ -180,7 +204,9 @@ class Cached(Reference):
         self._digest = model_digest(policy, config)  # of the start: a resumed run has other weights but the same file
         self._table: LogpTable | None = None
 
-    def token_logps(self, batch: GroupBatch) -> Tensor:
+    def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
+        if temperature != 1.0:
+            raise UserError(f"cached reference log-probs are those at temperature 1, not {temperature}; use copy")
         if self._table is None:
             raise UserError("cached reference log-probs are not there yet: call precompute() before training")
         return self._table.lookup(batch)
@@ -254,9 +280,16 @@ def _keep(path: Path, key: str, table: LogpTable) -> None:
 # ----------------------------------------------------------------------------------------------------------- utilities
 
 
-def _logps(engine: LogProbEngine, batch: GroupBatch) -> Tensor:
+def _logps(engine: LogProbEngine, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
     with torch.no_grad():
-        values = engine(batch).logps
+        values = engine(batch, temperature=temperature).logps
+    assert values is not None
+    return values
+
+
+def _states(engine: LogProbEngine, batch: GroupBatch) -> Tensor:
+    with torch.no_grad():
+        values = engine(batch, logps=False, hidden="before").hidden
     assert values is not None
     return values
 

@@ -12,8 +12,9 @@ The guesses that go wrong (`tests/integration/test_resume.py` has each of them):
 
 `settle` rewrites the loop state while saving, `rewind` puts loop and loader in place when training starts. Both may be
 called more than once: our modules call them, and `callbacks.Checkpoint` does for modules that do not.
-Not covered: a checkpoint made inside a training step (an exception's), and one of the very last step, after which
-Lightning runs nothing, not even a validation that was due.
+Inside a training step the batch must be put back first (`put_back`).
+Not covered: a checkpoint made inside a training step otherwise (an exception's), and one of the very last step, after
+which Lightning runs nothing, not even a validation that was due.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.types import _Stateful
+
+from alignment.protocols import TakesBack
 
 _Counters = dict[str, Any]
 
@@ -62,6 +66,30 @@ def rewind(trainer: L.Trainer) -> None:
     elif epoch._num_ready_batches_reached() and not epoch._should_check_val_fx(fetcher):
         # Only the epoch's last hooks are left. The epoch loop asks for one more batch before it notices.
         fetcher.iterator = iter(())
+
+
+def put_back(trainer: L.Trainer) -> bool:
+    """Inside a training step that has changed nothing yet: loops and loader stand again where they stood before its
+    batch was read, so that a checkpoint made now leads to the same batch. For a run that then leaves.
+
+    False, with nothing changed, for a loader that has a position and cannot go back.
+    """
+    fit: Any = trainer.fit_loop
+    epoch, loaders = fit.epoch_loop, fit._combined_loader.flattened
+    if not all(isinstance(loader, TakesBack) for loader in loaders if isinstance(loader, _Stateful)):
+        return False
+    for loader in loaders:
+        if isinstance(loader, TakesBack):
+            loader.put_back()
+    for scope in (epoch.batch_progress.total, epoch.batch_progress.current):
+        scope.ready -= 1
+        scope.started -= 1
+    epoch.batch_progress.is_last_batch = False
+    # Where the previous batch had a validation, whoever resumes counts that batch once more: Lightning takes the state
+    # for one saved at the validation's end, before it counts. (It does so at an epoch's start too.)
+    if trainer._val_check_time_interval is None and validates_next(trainer):
+        epoch._batches_that_stepped -= 1
+    return True
 
 
 def validates_next(trainer: L.Trainer) -> bool:

@@ -53,7 +53,8 @@ class TrainingMixin(L.LightningModule):
     """Optimizer steps one batch leads to; the schedule's length counts with it."""
 
     loss_terms: Mapping[str, float] = {"loss": 1.0}
-    """Metric name -> weight: what `val/loss` is composed of. Training logs the exact loss of each update instead."""
+    """Metric name -> weight: what `val/loss` is composed of; empty for modules without one. Training logs the exact
+    loss of each update instead."""
 
     moving: ClassVar[tuple[str, ...]] = ()
     """Attributes a callback may move during training (beta, ...): saved in the checkpoint, restored on resume."""
@@ -104,9 +105,16 @@ class TrainingMixin(L.LightningModule):
                 "the number format of the weights"
             )
 
-    def update(self, batch: GroupBatch, loss_fn: engine.LossFn, *, keep_groups: bool = True) -> None:
+    def update(
+        self,
+        batch: GroupBatch,
+        loss_fn: engine.LossFn,
+        *,
+        keep_groups: bool = True,
+        counts: engine.Counts | None = None,
+    ) -> None:
         """One optimizer step; see `alignment.update.update`."""
-        engine.update(self, batch, loss_fn, keep_groups=keep_groups)
+        engine.update(self, batch, loss_fn, keep_groups=keep_groups, counts=counts)
 
     def training_step(self, batch: GroupBatch, batch_idx: int) -> None:
         if self.dropout_on:
@@ -131,8 +139,14 @@ class TrainingMixin(L.LightningModule):
         self._log_training_window(epoch=True)
 
     def _log_training_window(self, *, epoch: bool = False) -> None:
+        values = self._train_window.flush(self.device)
+        # Lightning logs a value again and again until a new one comes: what this window has not seen must go.
+        results: Any = self.trainer._results
+        for key, item in list(results.items()):
+            if item.meta.fx == "training_step" and item.meta.name not in values:
+                del results[key]
         # The window has summed over ranks already; at an epoch's end Lightning warns unless it may do so again.
-        for name, value in self._train_window.flush(self.device).items():
+        for name, value in values.items():
             self.log(name, value, prog_bar=name == "loss", batch_size=1, sync_dist=epoch)
 
     def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
@@ -189,7 +203,8 @@ class TrainingMixin(L.LightningModule):
         values = self._eval_window.flush(self.device)
         if not values:
             return
-        values["loss"] = sum(weight * values[name] for name, weight in self.loss_terms.items())
+        if self.loss_terms:
+            values["loss"] = sum(weight * values[name] for name, weight in self.loss_terms.items())
         values |= self.derived_metrics(values)
         self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1, sync_dist=True)
 

@@ -122,9 +122,10 @@ def _reduce_bucket(bucket: Sequence[nn.Parameter]) -> None:
         g.copy_(part.view_as(g))
 
 
-def accumulate(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, keep_groups: bool) -> tuple[Tensor, Metrics]:
+def accumulate(
+    module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, keep_groups: bool, counts: Counts
+) -> tuple[Tensor, Metrics]:
     """Backward of every micro-batch into `.grad`. Returns this rank's share of the loss (float64) and its metrics."""
-    counts = Counts.of(batch)
     module.note_batch_size(counts.prompts)
     loss = torch.zeros((), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
@@ -146,8 +147,17 @@ def _without_ddp_reduction(module: TrainingMixin) -> AbstractContextManager[None
     return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
 
-def update(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, *, keep_groups: bool = True) -> None:
+def update(
+    module: TrainingMixin,
+    batch: GroupBatch,
+    loss_fn: LossFn,
+    *,
+    keep_groups: bool = True,
+    counts: Counts | None = None,
+) -> None:
     """One optimizer step from one batch, or a skipped step when loss or gradient is not finite on any rank.
+
+    `counts` None: those of the batch. They are given when rows whose loss and gradient are 0 have been left out.
 
     Skipping leaves parameters, moments, schedule and `global_step` untouched. Raises TrainingDivergedError after three
     skips in a row, or more than five in 500 updates, if going back to the last checkpoint has not helped already.
@@ -155,7 +165,7 @@ def update(module: TrainingMixin, batch: GroupBatch, loss_fn: LossFn, *, keep_gr
     optimizer = module.optimizers()
     assert isinstance(optimizer, LightningOptimizer), "modules have exactly one optimizer"
     optimizer.zero_grad()
-    share, metrics = accumulate(module, batch, loss_fn, keep_groups)
+    share, metrics = accumulate(module, batch, loss_fn, keep_groups, Counts.of(batch) if counts is None else counts)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reduce_gradients(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
@@ -18,11 +18,13 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 
-from alignment import distributed
+from alignment import distributed, resume
 from callbacks.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
+_STOP = "stop"
+"""Note from a rank that was asked to leave in the middle of a batch."""
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGUSR2: 143, signal.SIGINT: 130}
 
 
@@ -30,7 +32,8 @@ class Signals(Callback):
     """SIGTERM, SIGINT and SIGUSR1 save at the next step boundary and leave with exit code 143 (130 for SIGINT).
 
     Handlers only set a flag, so that no signal, first or second, interrupts a step or a save; ranks agree on it at each
-    boundary. Lightning's own handlers, one of which runs a collective inside the handler, are replaced while fitting.
+    boundary. A module that samples completions asks for the flag meanwhile (`alignment.stopping`): its batch is then
+    dropped, the state from before it saved, and the resumed run begins with it. Lightning's own handlers, one of which runs a collective inside the handler, are replaced while fitting.
     Under SLURM the requeue signal saves where Lightning's automatic resume looks, and rank 0 requeues the job.
 
     Args:
@@ -44,6 +47,7 @@ class Signals(Callback):
         self.requeue = requeue
         self._former: dict[int, Any] = {}
         self._received: int | None = None
+        self._step_before = 0
         self._saving = False
         self._overdue = False
         self._timer: threading.Timer | None = None
@@ -101,6 +105,11 @@ class Signals(Callback):
 
     # ------------------------------------------------------------------ boundaries
 
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_before = trainer.global_step
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -126,19 +135,48 @@ class Signals(Callback):
         number = self._agreed(trainer, pl_module.device)
         if number is None:
             return
-        self._saving = True
+        self._saving = True  # from here on an overdue signal waits too
         if not (trainer.sanity_checking or trainer.fast_dev_run):  # type: ignore[attr-defined]
             if in_batch:
                 # The batch's metrics would be written after this hook.
                 trainer._logger_connector.on_batch_end()
                 trainer._logger_connector.update_train_step_metrics()
             self._save(trainer, number)
+        self._exit(trainer, number)
+
+    def _exit(self, trainer: L.Trainer, number: int) -> NoReturn:
         self._saving = False
+        if trainer.is_global_zero:
+            distributed.remove_note(_STOP)
         environment = trainer._accelerator_connector.cluster_environment
         if not trainer.is_global_zero and not environment.creates_processes_externally:
             # Lightning's launcher kills rank 0, which still has to leave with the code, when a child fails.
             raise SystemExit(0)
         raise SystemExit(_exit_code(number))
+
+    # ------------------------------------------------------------------ inside a batch (alignment.stopping)
+
+    def stop_requested(self) -> bool:
+        """Whether this rank, or one that has asked here before, received a signal. No collective."""
+        if not self._former:  # not fitting: signals are not ours
+            return False
+        if self._received is not None:
+            distributed.leave_note(_STOP)
+            return True
+        return distributed.has_note(_STOP)
+
+    def drop_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave from inside a training or validation step, with the state from before its batch saved."""
+        number = self._agreed(trainer, pl_module.device)
+        if number is None:
+            return
+        self._saving = True
+        if trainer.training:
+            assert trainer.global_step == self._step_before, "a batch can be dropped before its first update only"
+            if not resume.put_back(trainer):
+                log.warning("the training loader cannot go back by a batch: leaving on the last checkpoint there is")
+                self._exit(trainer, number)
+        self._leave_if_asked(trainer, pl_module)
 
     def _agreed(self, trainer: L.Trainer, device: torch.device) -> int | None:
         """The signal any rank received, the same on every rank."""

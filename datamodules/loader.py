@@ -182,6 +182,12 @@ class StatefulLoader:
             "seed": sampler.seed,
         }
 
+    def put_back(self) -> None:
+        """The batch given last was not used: `state_dict` stands before it from now on. An iterator under way goes on
+        all the same; this is for a run that saves its state and leaves."""
+        assert self._batches > 0, "no batch has been given in this epoch"
+        self._batches -= 1
+
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from `state`. Raises UserError in the middle of an epoch of other data, order or batch size, where no
         batch would be the next one."""

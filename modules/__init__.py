@@ -1,7 +1,9 @@
-"""One LightningModule per algorithm."""
+"""One LightningModule per algorithm, each importable as `modules.Name`."""
 
 from modules.dpo import DPO
+from modules.grpo import GRPO
+from modules.ppo import PPO
 from modules.reward_model import RewardModel
 from modules.sft import SFT
 
-__all__ = ["DPO", "SFT", "RewardModel"]
+__all__ = ["DPO", "GRPO", "PPO", "SFT", "RewardModel"]

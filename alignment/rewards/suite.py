@@ -15,7 +15,7 @@ import os
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from alignment.rewards.protocol import Outcome, SampledBatch, Samples, SuiteConf
 from alignment.rewards.scaling import Scaling, agree, extremes_of
 from alignment.rewards.specs import AnySpec, bind, check, digest, load_here, source_of, to_spec
 from alignment.rewards.workers import Job, WorkerPool
+from alignment.rollout import RolloutStopped
 from alignment.training import as_config
 
 SHARE = 8
@@ -214,6 +215,7 @@ class Pending:
         learn: bool,
     ) -> None:
         self._suite, self._size, self._jobs, self._here, self._learn = suite, size, jobs, here, learn
+        self._outcomes: dict[str, list[Outcome]] | None = None  # of the rewards called here, once all is computed
 
     def done(self) -> bool:
         """Whether every worker has finished its part."""
@@ -225,23 +227,45 @@ class Pending:
             for job in jobs:
                 job.result.cancel()
 
-    def collect(self) -> RewardMatrix:
-        """Wait for every value. An exception that comes meanwhile, such as a signal's, drops the calls.
+    def wait(self, should_stop: Callable[[], bool] | None = None) -> None:
+        """Have every value computed; `collect` then returns at once. No collective, and nothing is learned from the
+        values yet. An exception that comes meanwhile, such as a signal's, drops the calls.
 
-        Raises RewardsFailing when a reward has failed too often. With several ranks this is a collective.
+        Raises RolloutStopped when `should_stop` says yes; it is asked before each reward of the training process, and
+        ten times a second while workers are busy.
         """
+        if self._outcomes is not None:
+            return
+        outcomes: dict[str, list[Outcome]] = {}
+        results = [job.result for jobs in self._jobs.values() for job in jobs]
         try:
-            outcomes = {n: self._suite.call_here(n, a, self._size) for n, a in self._here.items()}
-            results = [job.result for jobs in self._jobs.values() for job in jobs]
+            for name, arguments in self._here.items():
+                _poll(should_stop)
+                outcomes[name] = self._suite.call_here(name, arguments, self._size)
             # In slices: a blocked main thread would leave the signal handlers of a run waiting too.
             while concurrent.futures.wait(results, timeout=LOOK).not_done:
-                pass
+                _poll(should_stop)
         except BaseException:
             self.cancel()
             raise
+        self._outcomes = outcomes
+
+    def collect(self) -> RewardMatrix:
+        """Wait for every value, as `wait` does, and judge.
+
+        Raises RewardsFailing when a reward has failed too often. With several ranks this is a collective.
+        """
+        self.wait()
+        assert self._outcomes is not None
+        outcomes = dict(self._outcomes)
         for name, jobs in self._jobs.items():
             outcomes[name] = [outcome for job in jobs for outcome in job.result.result()]
         for name in self._suite.names:
             outcomes.setdefault(name, [])
         seconds = {name: sum(job.seconds for job in jobs) for name, jobs in self._jobs.items()}
         return self._suite.finish(outcomes, self._size, seconds, self._learn)
+
+
+def _poll(should_stop: Callable[[], bool] | None) -> None:
+    if should_stop is not None and should_stop():
+        raise RolloutStopped("asked to stop while rewards were computed")
