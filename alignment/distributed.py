@@ -6,6 +6,7 @@ Notes are none: any rank may leave one, and read it, at any time.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def remove_note(name: str) -> None:
         _store().delete_key(f"{_NOTES}/{name}")
 
 
-def _store() -> dist.Store:
+def _store() -> Any:
     # torch has no public way to it. Not a collective: a rank that computes could not take part in one.
     return dist.distributed_c10d._get_default_store()
 

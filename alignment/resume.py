@@ -75,6 +75,7 @@ def put_back(trainer: L.Trainer) -> bool:
     False, with nothing changed, for a loader that has a position and cannot go back.
     """
     fit: Any = trainer.fit_loop
+    by_time = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
     epoch, loaders = fit.epoch_loop, fit._combined_loader.flattened
     if not all(isinstance(loader, TakesBack) for loader in loaders if isinstance(loader, _Stateful)):
         return False
@@ -87,7 +88,7 @@ def put_back(trainer: L.Trainer) -> bool:
     epoch.batch_progress.is_last_batch = False
     # Where the previous batch had a validation, whoever resumes counts that batch once more: Lightning takes the state
     # for one saved at the validation's end, before it counts. (It does so at an epoch's start too.)
-    if trainer._val_check_time_interval is None and validates_next(trainer):
+    if not by_time and validates_next(trainer):
         epoch._batches_that_stepped -= 1
     return True
 

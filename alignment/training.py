@@ -28,6 +28,7 @@ from alignment.metrics import Metrics, MetricWindow
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
 from alignment.protocols import SizedBatches
 from alignment.resume import rewind, settle
+from alignment.stopping import droppable
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ class TrainingMixin(L.LightningModule):
     def training_step(self, batch: GroupBatch, batch_idx: int) -> None:
         if self.dropout_on:
             torch.manual_seed(randomness.derive(self.seed, "batch", self.batches_seen, distributed.rank()))
-        self.train_batch(batch)
+        with droppable(self):
+            self.train_batch(batch)
         # Here and not in a hook: callbacks save at the end of the batch, before the module's own hook runs.
         self.batches_seen += 1
         if (self.trainer.fit_loop.total_batch_idx + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]

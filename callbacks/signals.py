@@ -23,9 +23,9 @@ from callbacks.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
-_STOP = "stop"
-"""Note from a rank that was asked to leave in the middle of a batch."""
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGUSR1: 143, signal.SIGUSR2: 143, signal.SIGINT: 130}
+STOP = "stop"
+"""Note to the other ranks from one that was asked to leave."""
 
 
 class Signals(Callback):
@@ -33,8 +33,9 @@ class Signals(Callback):
 
     Handlers only set a flag, so that no signal, first or second, interrupts a step or a save; ranks agree on it at each
     boundary. A module that samples completions asks for the flag meanwhile (`alignment.stopping`): its batch is then
-    dropped, the state from before it saved, and the resumed run begins with it. Lightning's own handlers, one of which runs a collective inside the handler, are replaced while fitting.
-    Under SLURM the requeue signal saves where Lightning's automatic resume looks, and rank 0 requeues the job.
+    dropped, the state from before it is saved, and the resumed run begins with it. Lightning's own handlers, one of
+    which runs a collective inside the handler, are replaced while fitting. Under SLURM the requeue signal saves where
+    Lightning's automatic resume looks, and rank 0 requeues the job.
 
     Args:
         deadline: seconds from the signal within which the boundary must come; after that the run leaves at once, on the
@@ -133,21 +134,23 @@ class Signals(Callback):
 
     def _leave_if_asked(self, trainer: L.Trainer, pl_module: L.LightningModule, *, in_batch: bool = False) -> None:
         number = self._agreed(trainer, pl_module.device)
-        if number is None:
-            return
-        self._saving = True  # from here on an overdue signal waits too
+        if number is not None:
+            self._leave(trainer, number, in_batch=in_batch)
+
+    def _leave(self, trainer: L.Trainer, number: int, *, in_batch: bool = False) -> NoReturn:
+        self._saving = True
         if not (trainer.sanity_checking or trainer.fast_dev_run):  # type: ignore[attr-defined]
             if in_batch:
                 # The batch's metrics would be written after this hook.
                 trainer._logger_connector.on_batch_end()
                 trainer._logger_connector.update_train_step_metrics()
             self._save(trainer, number)
+        self._saving = False
         self._exit(trainer, number)
 
     def _exit(self, trainer: L.Trainer, number: int) -> NoReturn:
-        self._saving = False
         if trainer.is_global_zero:
-            distributed.remove_note(_STOP)
+            distributed.remove_note(STOP)
         environment = trainer._accelerator_connector.cluster_environment
         if not trainer.is_global_zero and not environment.creates_processes_externally:
             # Lightning's launcher kills rank 0, which still has to leave with the code, when a child fails.
@@ -161,22 +164,22 @@ class Signals(Callback):
         if not self._former:  # not fitting: signals are not ours
             return False
         if self._received is not None:
-            distributed.leave_note(_STOP)
+            distributed.leave_note(STOP)
             return True
-        return distributed.has_note(_STOP)
+        return distributed.has_note(STOP)
 
     def drop_batch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave from inside a training or validation step, with the state from before its batch saved."""
         number = self._agreed(trainer, pl_module.device)
         if number is None:
             return
-        self._saving = True
         if trainer.training:
             assert trainer.global_step == self._step_before, "a batch can be dropped before its first update only"
+            self._saving = True  # an overdue signal must not leave half of the batch put back
             if not resume.put_back(trainer):
                 log.warning("the training loader cannot go back by a batch: leaving on the last checkpoint there is")
                 self._exit(trainer, number)
-        self._leave_if_asked(trainer, pl_module)
+        self._leave(trainer, number)
 
     def _agreed(self, trainer: L.Trainer, device: torch.device) -> int | None:
         """The signal any rank received, the same on every rank."""

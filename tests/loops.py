@@ -15,15 +15,32 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.resume import rewind, settle
 from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader
 
+STEPS: dict[str, Any] = {"max_epochs": -1}
+LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "epochs, validation at their ends": ({"estimate": True}, {"max_epochs": 3}),
+    "epochs, no validation": ({"estimate": True}, {"max_epochs": 2, "limit_val_batches": 0}),
+    "epochs, validation inside": ({}, {"max_epochs": 2, "val_check_interval": 2}),
+    "steps, stop inside an epoch": ({"estimate": True}, {"max_steps": 14, **STEPS}),
+    "steps, no validation": ({}, {"max_steps": 14, "limit_val_batches": 0, **STEPS}),
+    "steps, validation across epochs": (
+        {},
+        {"max_steps": 11, "val_check_interval": 4, "check_val_every_n_epoch": None, **STEPS},
+    ),
+    "part of each epoch": ({"estimate": True}, {"max_epochs": 3, "limit_train_batches": 4}),
+    "validation every other epoch": ({}, {"max_epochs": 3, "check_val_every_n_epoch": 2}),
+    "two updates a batch": ({"updates": 2, "estimate": True}, {"max_steps": 22, **STEPS}),
+}
+"""Name -> (settings of the Recorder, of the Trainer): the ways a run goes through its batches and validations."""
+
 
 class Rows(Logger):
     """A logger that keeps what it is given."""
 
     name, version, save_dir = "rows", 0, None
 
-    def __init__(self) -> None:
+    def __init__(self, rows: list[Any] | None = None) -> None:
         super().__init__()
-        self.rows: list[tuple[int | None, tuple[tuple[str, float], ...]]] = []
+        self.rows: list[tuple[int | None, tuple[tuple[str, float], ...]]] = [] if rows is None else rows
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -109,10 +126,11 @@ def fit(
     *,
     module: Recorder,
     train: Any = None,
+    rows: list[Any] | None = None,
     **trainer: Any,
 ) -> list[Any]:
-    """Fit on the CPU, on `loaders()` or another training loader; the rows its logger got."""
-    logger = Rows()
+    """Fit on the CPU, on `loaders()` or another training loader; the rows its logger got, added to `rows` if given."""
+    logger = Rows(rows)
     settings = {"max_epochs": 3, "plugins": [SafeCheckpointIO()], "log_every_n_steps": 1, **trainer}
     run = L.Trainer(
         accelerator="cpu",

@@ -19,7 +19,7 @@ from alignment.batches import GroupBatch
 from alignment.checkpoint import resolve
 from benchmarks import trials
 from benchmarks.trials import ALGORITHMS, Plan
-from tests.loops import Recorder, fit, loaders
+from tests.loops import LOOPS, STEPS, Recorder, fit, loaders
 
 # ---------------------------------------------------------------------- Lightning's loops, at every place one can save
 
@@ -61,23 +61,6 @@ class SaveEverywhere(Checkpoint):
 
     def on_train_end(self, trainer: L.Trainer, *args: Any) -> None:
         self._save(trainer, "end")
-
-
-STEPS = {"max_epochs": -1}
-LOOPS = {
-    "epochs, validation at their ends": ({"estimate": True}, {"max_epochs": 3}),
-    "epochs, no validation": ({"estimate": True}, {"max_epochs": 2, "limit_val_batches": 0}),
-    "epochs, validation inside": ({}, {"max_epochs": 2, "val_check_interval": 2}),
-    "steps, stop inside an epoch": ({"estimate": True}, {"max_steps": 14, **STEPS}),
-    "steps, no validation": ({}, {"max_steps": 14, "limit_val_batches": 0, **STEPS}),
-    "steps, validation across epochs": (
-        {},
-        {"max_steps": 11, "val_check_interval": 4, "check_val_every_n_epoch": None, **STEPS},
-    ),
-    "part of each epoch": ({"estimate": True}, {"max_epochs": 3, "limit_train_batches": 4}),
-    "validation every other epoch": ({}, {"max_epochs": 3, "check_val_every_n_epoch": 2}),
-    "two updates a batch": ({"updates": 2, "estimate": True}, {"max_steps": 22, **STEPS}),
-}
 
 
 @pytest.mark.parametrize("name", LOOPS)
