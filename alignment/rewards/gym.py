@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from alignment.errors import UserError
-from alignment.rewards.match import Extract, answer_in
+from alignment.rewards.match import Extract, answer_in, check_extract
 
 EVALUATING = ("binary_matrix", "bitwise_arithmetic", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
 """Tasks whose scorer calls `eval`."""
@@ -59,6 +59,7 @@ class ReasoningGym:
     def __init__(
         self, extract: Extract = "tag", tag: str = "answer", settings: dict[str, dict[str, Any]] | None = None
     ) -> None:
+        check_extract(extract)
         try:
             factory = importlib.import_module("reasoning_gym.factory")  # an extra: only who uses it needs it
         except ImportError as error:

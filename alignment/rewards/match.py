@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from alignment.errors import UserError
 
-Extract = Literal["all", "tag", "boxed"]
+Extract = Literal["all", "tag", "boxed", "number"]
 
 # A sign belongs to a number unless something that a difference could start with stands before it: 5-3 is no -3.
 _NUMBER = re.compile(
@@ -25,8 +25,8 @@ class ExactMatch:
 
     Args:
         column: data column with the expected text.
-        extract: where in the completion the answer is: `all` of it, the last `<tag>...</tag>`, or the last `boxed`
-            LaTeX command. A completion without one is wrong.
+        extract: where in the completion the answer is: `all` of it, the last `<tag>...</tag>`, the last `boxed` LaTeX
+            command, or the last `number`. A completion without one is wrong.
         tag: name of the tag.
         ignore_case: compare without regard to case.
         ignore_space: compare words: any white space is one space, none at the ends.
@@ -40,7 +40,7 @@ class ExactMatch:
         ignore_case: bool = False,
         ignore_space: bool = True,
     ) -> None:
-        _check_extract(extract)
+        check_extract(extract)
         self.needs_columns = (column,)
         self.column, self.extract, self.tag = column, extract, tag
         self.ignore_case, self.ignore_space = ignore_case, ignore_space
@@ -74,7 +74,7 @@ class NumericMatch:
     def __init__(
         self, column: str = "answer", extract: Extract = "all", tag: str = "answer", tolerance: float = 0.0
     ) -> None:
-        _check_extract(extract)
+        check_extract(extract)
         if not tolerance >= 0:
             raise UserError(f"tolerance is {tolerance}; it must not be negative")
         self.needs_columns = (column,)
@@ -97,6 +97,9 @@ def answer_in(completion: str, extract: Extract, tag: str = "answer") -> str | N
         return completion
     if extract == "boxed":
         return _boxed(completion)
+    if extract == "number":
+        numbers = _NUMBER.findall(completion)
+        return numbers[-1].replace(",", "").replace("\u2212", "-") if numbers else None
     end = completion.rfind(f"</{tag}>")
     start = completion.rfind(f"<{tag}>", 0, max(end, 0))
     return completion[start + len(tag) + 2 : end].strip() if end >= 0 and start >= 0 else None
@@ -127,6 +130,7 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _check_extract(extract: str) -> None:
-    if extract not in ("all", "tag", "boxed"):
-        raise UserError(f"extract is '{extract}'; use all, tag or boxed")
+def check_extract(extract: str) -> None:
+    """Raise UserError for a place that does not exist."""
+    if extract not in get_args(Extract):
+        raise UserError(f"extract is '{extract}'; use {', '.join(get_args(Extract))}")

@@ -36,6 +36,12 @@ def test_metadata_may_be_json_and_the_answer_untagged() -> None:
     row = entry("gcd")
     stored = {"answer": row["answer"], "metadata": json.dumps(row["metadata"])}
     assert ReasoningGym(extract="all")(row["answer"], stored) == 1.0
+    assert ReasoningGym(extract="number")(f"It is {row['answer']}, surely.", stored) == 1.0
+
+
+def test_a_place_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(UserError, match="extract is 'last'; use all, tag, boxed, number"):
+        ReasoningGym(extract="last")  # type: ignore[arg-type]
 
 
 def test_settings_reach_the_scorer() -> None:

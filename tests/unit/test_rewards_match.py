@@ -60,6 +60,10 @@ def test_the_last_number(text: str, number: Any) -> None:
         (r"\boxed{1}, no: \boxed{2", "boxed", "1"),
         (r"\boxed 1", "boxed", None),
         (" all ", "all", " all "),
+        ("3 x 4 = 12.", "number", "12"),
+        ("so 1,234 it is", "number", "1234"),
+        ("7 - 9 is -2", "number", "-2"),
+        ("none", "number", None),
     ],
 )
 def test_where_the_answer_is(text: str, extract: Any, answer: str | None) -> None:
@@ -94,7 +98,7 @@ def test_numeric_match() -> None:
 
 
 def test_settings_that_cannot_work() -> None:
-    with pytest.raises(UserError, match="use all, tag or boxed"):
+    with pytest.raises(UserError, match="use all, tag, boxed, number"):
         ExactMatch(extract="first")  # type: ignore[arg-type]
     with pytest.raises(UserError, match="tolerance"):
         NumericMatch(tolerance=-1.0)
