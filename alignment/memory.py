@@ -9,8 +9,8 @@ weights      b a parameter; 4-bit linear layers 0.516 bytes (nf4 and its scales)
 gradients    b a trainable parameter
 optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
 reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
-critic       an fp32 head and 4 T H of states for it; with a trunk of its own (the policy's or the reward model's, without
-             LM head) that trunk's weights, gradients, optimizer, and activations kept together with the policy's
+critic       an fp32 head and 4 T H of states for it; with a trunk of its own (the policy's or the reward model's, both
+             without LM head) its weights, gradients, optimizer, and activations, which are kept beside the policy's
 activations  T b (6 H + 4 A + 4 I + W) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
              fp32, where norms keep fp32 values); 3 T b H after the last. With LoRA 4 H in place of 6 or 8; adapters are
              fp32, so below that T (4 (5 H + A + I) - b I) more for the copies of their inputs. With gradient
