@@ -51,7 +51,8 @@ from alignment.prompting import Filled, PromptSource, concatenate, fill, prompts
 from alignment.reference import Reference
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
-from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, SamplingConfig
+from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig
+from alignment.stopping import stop_requested, together
 from alignment.training import as_config
 from alignment.vllm_rollout import VLLMRollout
 
@@ -186,7 +187,11 @@ class OnlineMixin(PenalisedMixin):
             pad = self.tokenizer.pad_token_id
             assert isinstance(pad, int), "load_tokenizer makes sure of a padding token"
             self.rollout = LocalRollout(
-                self.policy, pad_id=pad, stop_ids=stop, max_batch_tokens=config.max_batch_tokens
+                self.policy,
+                pad_id=pad,
+                stop_ids=stop,
+                max_batch_tokens=config.max_batch_tokens,
+                should_stop=self._asked_to_leave,
             )
 
     def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
@@ -209,13 +214,17 @@ class OnlineMixin(PenalisedMixin):
                 self.update_part(part)
 
     def collect(self, batch: GroupBatch) -> GroupBatch:
-        """Completions for the prompts of `batch`, with rewards, advantages and the log-probs that updates need."""
+        """Completions for the prompts of `batch`, with rewards, advantages and the log-probs that updates need.
+
+        Raises RolloutStopped when the run was asked to leave meanwhile; nothing that a checkpoint holds has changed.
+        """
         metrics: Metrics = {}
-        prompts = prompts_of(batch)
-        if self.dynamic_sampling:
-            sampled, experience = self._fill(prompts, metrics)
-        else:
-            sampled = experience = self._score(prompts, metrics, measure=True)
+        before = self.suite.state_dict()
+        try:
+            sampled, experience = self._experience(prompts_of(batch), metrics)
+        except RolloutStopped:
+            self.suite.load_state_dict(before)  # dynamic sampling may have scored some groups already
+            raise
         self._tell_success(sampled)
         add_metrics(metrics, completion_metrics(experience))
         table = table_of(experience, self.suite.names, self.suite.weights)
@@ -228,31 +237,12 @@ class OnlineMixin(PenalisedMixin):
         self._train_window.update(metrics)
         return experience
 
-    def sample(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, step: int) -> GroupBatch:
-        """n completions for each prompt; see `alignment.rollout`. A collective where weights are pushed to a server."""
-        if self._pushed != self.batches_seen:
-            self.rollout.sync(self.policy, self.batches_seen)
-            self._pushed = self.batches_seen
-        found = self.rollout.generate(prompts, n, sampling, seed=self.seed, step=step)
-        return found.batch.with_rows(**{TRUNCATED: found.truncated.float()})
-
-    def _score(self, prompts: Sequence[Group], metrics: Metrics, *, measure: bool) -> GroupBatch:
-        """Sample and score. Rewards are computed while the reference's and the policy's log-probs are."""
-        batch = self.sample(prompts, self.completions, self.sampling, self.batches_seen)
-        pending = self.suite.submit(_Scored(batch), Texts.decode(batch, self.tokenizer))
-        try:
-            batch = self._measured(batch, metrics) if measure else batch
-        except BaseException:
-            pending.cancel()
-            raise
-        matrix = pending.collect()
-        # Means and deviations come from `reward_metrics`, over all ranks.
-        found = matrix.metrics()
-        add_metrics(metrics, {n: pair for n, pair in found.items() if not n.endswith(("/mean", "/std"))})
-        return with_rewards(batch, matrix)
-
-    def _fill(self, prompts: Sequence[Group], metrics: Metrics) -> tuple[GroupBatch, GroupBatch]:
-        """(everything that was sampled, the groups with a signal), by dynamic sampling."""
+    def _experience(self, prompts: Sequence[Group], metrics: Metrics) -> tuple[GroupBatch, GroupBatch]:
+        """(everything that was sampled, with rewards; what is left to train on, measured)."""
+        self._sync()
+        if not self.dynamic_sampling:
+            experience = self._score(prompts, metrics, measure=True)
+            return experience, experience
         source = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(source, PromptSource):
             raise UserError("dynamic_sampling asks the data for other prompts, which only datamodules.PromptData gives")
@@ -266,6 +256,37 @@ class OnlineMixin(PenalisedMixin):
         filled = fill(prompts, roll, source, step=self.batches_seen, attempts=self.dynamic_sampling)
         add_metrics(metrics, _dynamic_metrics(filled))
         return concatenate(rolled), self._measured(filled.batch, metrics)
+
+    def _asked_to_leave(self) -> bool:
+        """While training: evaluation has no batch to drop, it ends at a batch's end."""
+        return self._trainer is not None and self.trainer.training and stop_requested(self)
+
+    def _sync(self) -> None:
+        """Give the engine the current weights, once per batch. A collective where they go to a server."""
+        if self._pushed != self.batches_seen:
+            self.rollout.sync(self.policy, self.batches_seen)
+            self._pushed = self.batches_seen
+
+    def _sample(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, step: int) -> GroupBatch:
+        found = self.rollout.generate(prompts, n, sampling, seed=self.seed, step=step)
+        return found.batch.with_rows(**{TRUNCATED: found.truncated.float()})
+
+    def _score(self, prompts: Sequence[Group], metrics: Metrics, *, measure: bool) -> GroupBatch:
+        """Sample and score. Rewards are computed while the reference's and the policy's log-probs are."""
+        with together(self):
+            batch = self._sample(prompts, self.completions, self.sampling, self.batches_seen)
+            pending = self.suite.submit(_Scored(batch), Texts.decode(batch, self.tokenizer))
+            try:
+                batch = self._measured(batch, metrics) if measure else batch
+                pending.wait(self._asked_to_leave)
+            except BaseException:
+                pending.cancel()
+                raise
+        matrix = pending.collect()
+        # Means and deviations come from `reward_metrics`, over all ranks.
+        found = matrix.metrics()
+        add_metrics(metrics, {n: pair for n, pair in found.items() if not n.endswith(("/mean", "/std"))})
+        return with_rewards(batch, matrix)
 
     def _measured(self, batch: GroupBatch, metrics: Metrics) -> GroupBatch:
         """With what `measure` gives for each token."""
@@ -321,7 +342,8 @@ class OnlineMixin(PenalisedMixin):
         each completion (`alignment.experience.sample_rows`). A collective."""
         config = self.rollout_config
         sampling = replace(self.sampling, temperature=config.eval_temperature)
-        sampled = self.sample(prompts_of(batch), config.eval_completions, sampling, EVALUATION)
+        self._sync()
+        sampled = self._sample(prompts_of(batch), config.eval_completions, sampling, EVALUATION)
         texts = Texts.decode(sampled, self.tokenizer)
         matrix = self.suite.score(_Scored(sampled), texts, learn=False)
         self._eval_window.update(evaluation_metrics(sampled, matrix))
