@@ -8,6 +8,7 @@ the end, `final.json` with a digest of weights, moments, schedule and counters.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
 import multiprocessing
@@ -29,6 +30,7 @@ from alignment.batches import Group
 from alignment.checkpoint import SafeCheckpointIO, resolve
 from alignment.checkpoint_folder import CheckpointError
 from alignment.codec import Encoder
+from alignment.local_rollout import LocalRollout
 from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.randomness import generator
@@ -43,12 +45,15 @@ class Plan:
     """What to train. Batches of 4 groups from 22 (the last one short), so an epoch has 6.
 
     Args:
-        algorithm: a class of `modules`.
+        algorithm: a class of `modules`, or the import path of another one.
         epochs: how long to train.
         every: optimizer steps between checkpoints.
         validate_every: batches between validations; None validates at the end of each epoch.
         stop_after: signal the run sends itself after that many batches of the whole run, once; 0 for none.
         stop_signal: which one.
+        stop_in_rollout: signal the run sends itself while it samples completions for that batch of the whole run; 0 for
+            none.
+        in_validation: send it in the validation after that batch instead.
         die_at_sync: kill -9 itself at the k-th fsync of the attempt, that is somewhere inside a save; 0 for never.
         max_batches: end the attempt after so many batches of the whole run, as `max_steps` does; -1 for all.
         world_size: processes of the attempt (gloo on this machine).
@@ -62,6 +67,8 @@ class Plan:
     validate_every: int | None = None
     stop_after: int = 0
     stop_signal: int = signal.SIGTERM
+    stop_in_rollout: int = 0
+    in_validation: bool = False
     die_at_sync: int = 0
     max_batches: int = -1
     world_size: int = 1
@@ -75,18 +82,32 @@ class Record(L.Callback):
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
         self.path = folder / "events.jsonl"
+        self.polls = 0  # until the signal that is sent inside a rollout
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         batch_number = trainer.fit_loop.total_batch_idx
         event = {"batch": batch_number, "step": trainer.global_step, "epoch": trainer.current_epoch}
         share = {"rank": trainer.global_rank, "world_size": trainer.world_size, "ids": batch.group_index.tolist()}
         self._write({**event, "index": batch_idx, **share})
+        self._arm(trainer)
         if self.plan.stop_after and batch_number + 1 == self.plan.stop_after and trainer.is_global_zero:
             os.kill(os.getpid(), self.plan.stop_signal)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero and not trainer.sanity_checking:
             self._write({"validation": trainer.global_step})
+            self._arm(trainer)
+
+    def _arm(self, trainer: L.Trainer) -> None:
+        here = trainer.fit_loop.total_batch_idx + 1 == self.plan.stop_in_rollout
+        if here and trainer.is_global_zero and trainer.validating == self.plan.in_validation:
+            self.polls = 2
+
+    def on_poll(self) -> None:
+        """Called whenever a local rollout is about to ask whether to stop: at its beginning, then every few tokens."""
+        if self.polls == 1:
+            os.kill(os.getpid(), self.plan.stop_signal)
+        self.polls = max(0, self.polls - 1)
 
     def _write(self, event: dict[str, Any]) -> None:
         with open(self.path, "a") as file:
@@ -108,7 +129,8 @@ def build(plan: Plan) -> tuple[L.LightningModule, StatefulLoader, StatefulLoader
     """The module with its training and validation loaders."""
     lora = LoRAConfig(r=4, dropout=0.2) if plan.lora else None
     optim = OptimConfig(lr=1e-3, warmup_steps=3, optimizer=plan.optimizer)
-    algorithm = getattr(modules, plan.algorithm)
+    package, _, name = plan.algorithm.rpartition(".")
+    algorithm = getattr(importlib.import_module(package) if package else modules, name)
     module = algorithm(policy=PolicyConfig(name="tiny", lora=lora), micro_batch_tokens=64, optim=optim)
     completions = 1 if plan.algorithm == "SFT" else 2
     share = {"rank": int(os.environ.get("LOCAL_RANK", "0")), "world_size": plan.world_size}
@@ -126,6 +148,8 @@ def train(plan: Plan, folder: Path) -> L.Trainer:
     L.seed_everything(7, verbose=False)
     module, loader, validation = build(plan)
     keep = Checkpoint(dirpath=folder / "checkpoints", every_n_train_steps=plan.every)
+    record = Record(plan, folder)
+    _listen_to_rollouts(record)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=plan.world_size,
@@ -139,7 +163,7 @@ def train(plan: Plan, folder: Path) -> L.Trainer:
         enable_model_summary=False,
         default_root_dir=folder,
         plugins=[SafeCheckpointIO()],
-        callbacks=[Record(plan, folder), keep, Signals()],
+        callbacks=[record, keep, Signals()],
     )
     try:
         start = str(resolve("last", folder / "checkpoints"))
@@ -147,6 +171,16 @@ def train(plan: Plan, folder: Path) -> L.Trainer:
         start = None
     trainer.fit(module, loader, validation, ckpt_path=start)
     return trainer
+
+
+def _listen_to_rollouts(record: Record) -> None:
+    poll = LocalRollout._poll
+
+    def heard(rollout: LocalRollout) -> None:
+        record.on_poll()
+        poll(rollout)
+
+    LocalRollout._poll = heard
 
 
 def digest(trainer: L.Trainer) -> dict[str, str]:

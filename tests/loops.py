@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,31 @@ def loaders(size: int = 12) -> tuple[StatefulLoader, StatefulLoader]:
 
     train = StatefulLoader(groups(size), BatchOrder(SampleOrder(size, seed=1), batch_size=2))
     return train, StatefulLoader(groups(4), BatchOrder(SampleOrder(4, shuffle=False), batch_size=2))
+
+
+class Eager:
+    """A stateful loader that settles where it starts when `iter` is called, as most do."""
+
+    def __init__(self) -> None:
+        self.batches = list(loaders()[0])
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[GroupBatch]:
+        return self._from(self.position % len(self))
+
+    def _from(self, start: int) -> Iterator[GroupBatch]:
+        for number in range(start, len(self)):
+            self.position = number + 1
+            yield self.batches[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 def fit(

@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import Checkpoint
 
-from alignment.batches import GroupBatch
 from alignment.checkpoint import resolve
 from benchmarks import trials
 from benchmarks.trials import ALGORITHMS, Plan
-from tests.loops import LOOPS, STEPS, Recorder, fit, loaders
+from tests.loops import LOOPS, STEPS, Eager, Recorder, fit
 
 # ---------------------------------------------------------------------- Lightning's loops, at every place one can save
 
@@ -96,31 +94,6 @@ def test_four_steps_and_four_more_are_eight(tmp_path):
     batches = [e for e in first.events + second.events if e[0] == "batch"]
     assert batches == [e for e in whole.events if e[0] == "batch"]
     assert second.end() == whole.end()
-
-
-class Eager:
-    """A stateful loader that settles where it starts when `iter` is called, as most do."""
-
-    def __init__(self) -> None:
-        self.batches = list(loaders()[0])
-        self.position = 0
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[GroupBatch]:
-        return self._from(self.position % len(self))
-
-    def _from(self, start: int) -> Iterator[GroupBatch]:
-        for number in range(start, len(self)):
-            self.position = number + 1
-            yield self.batches[number]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
 
 
 def test_a_loader_that_starts_at_iter_resumes_too(tmp_path):
