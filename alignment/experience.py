@@ -73,23 +73,27 @@ def unscored(batch: GroupBatch, rows: Tensor) -> GroupBatch:
 
 
 def minibatches(batch: GroupBatch, parts: int) -> Iterator[GroupBatch]:
-    """`parts` batches of consecutive groups, as even as can be; some are empty when there are fewer groups.
+    """`parts` batches of consecutive groups, as even as can be over all ranks; some are empty when there are fewer
+    groups. A collective.
 
-    Ranks hold every w-th group of the global batch, so where the groups of a rank divide evenly, each minibatch over
-    all ranks is the one that a single process would make.
+    Ranks hold every w-th group of the global batch, so that taking one of each in turn is the global order, and each
+    minibatch is the one that a single process would make.
     """
     if parts == 1:
         yield batch
         return
-    bounds = [batch.num_prompts * part // parts for part in range(parts + 1)]
-    for first, end in pairwise(bounds):
+    counts: Any = distributed.all_gather_objects(batch.num_prompts)
+    order = [rank for _, rank in sorted((place, rank) for rank, count in enumerate(counts) for place in range(count))]
+    cuts = [len(order) * part // parts for part in range(parts + 1)]
+    for first, end in pairwise(order[:cut].count(distributed.rank()) for cut in cuts):
         yield batch.select_groups(list(range(first, end)))
 
 
 def without_signal(batch: GroupBatch) -> GroupBatch:
-    """The completions whose advantage is not 0; all of them when no rank has any, so that the gradient is 0 and not
-    missing. A collective. Exact for losses that are proportional to the advantage, with the counts of the whole."""
-    live = batch.rows[ADVANTAGE] != 0
+    """The completions with a scored token whose advantage is not 0; all of them when no rank has any, so that the
+    gradient is 0 and not missing. A collective. Exact for losses that are proportional to the advantage, with the
+    counts of the whole."""
+    live = (batch.rows[ADVANTAGE] != 0) & (batch.scored_lengths() > 0)
     if not distributed.any_rank(bool(live.any()), batch.device):
         return batch
     return batch.select_rows(live.nonzero()[:, 0])

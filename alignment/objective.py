@@ -55,8 +55,9 @@ class PolicyObjective:
         self._max_length = max_length
         defaults = {p.name: p.default for p in inspect.signature(self._fn).parameters.values()}
         # The bounds that the clip metrics count against; losses without a clip are counted against PPO's.
-        self._low = float(defaults.get("low", 0.2))
-        self._high = defaults.get("high")
+        low, high = defaults.get("low"), defaults.get("high")
+        self._low = low if isinstance(low, int | float) else 0.2
+        self._high = high if isinstance(high, int | float) else None
 
     def __call__(
         self, micro: GroupBatch, logps: Tensor, advantages: Tensor, counts: Counts

@@ -19,7 +19,7 @@ from alignment.errors import UserError
 from alignment.experience import ENTROPY, REF_LOGPS
 from alignment.full_kl import Head
 from alignment.kl import kl_metric
-from alignment.logprobs import TokenStats, evaluating
+from alignment.logprobs import TokenStats, evaluating, is_low_precision
 from alignment.metrics import Metrics
 from alignment.module import PolicyMixin
 from alignment.objective import KEPT, OLD_LOGPS
@@ -113,9 +113,9 @@ class PenalisedMixin(PolicyMixin):
     @property
     def measures_policy(self) -> bool:
         """Whether the policy's own log-probs are computed once more after sampling: the engine that sampled computes
-        others, or several updates start from them and sampling is not exact."""
-        several = self.updates_per_batch > 1 and not self._exact_sampler
-        return several or not self.samples_itself or self._needs_entropies
+        others, or sampling is not exact and they are compared with the reference's or start several updates."""
+        compared = self.updates_per_batch > 1 or self.kl.in_reward
+        return (compared and not self._exact_sampler) or not self.samples_itself or self._needs_entropies
 
     @property
     def _needs_entropies(self) -> bool:
@@ -124,7 +124,7 @@ class PenalisedMixin(PolicyMixin):
     @property
     def _exact_sampler(self) -> bool:
         """Whether the sampler's log-probs are the trainer's up to rounding in fp32."""
-        exact = base_model(self.policy).dtype in (torch.float32, torch.float64)
+        exact = not is_low_precision(base_model(self.policy))
         return exact and not self.dropout_on and str(self.trainer.precision) == "32-true"
 
     def keep_high_entropy(self, batch: GroupBatch) -> GroupBatch:
@@ -203,8 +203,10 @@ class PenalisedMixin(PolicyMixin):
             if self.kl.in_reward:
                 metrics["kl"] = kl_metric(self.rollout_kl(batch), batch.scored.double())
             metrics["objective/kl"] = (one * mean, one)
-            metrics["kl_coefficient"] = (one * self.kl.coefficient, one)
+            # In the reward it has been applied already, in the loss it will be.
+            applied = self.kl.coefficient
             self.kl.controller.update(mean, count)
+            metrics["kl_coefficient"] = (one * (applied if self.kl.in_reward else self.kl.coefficient), one)
         return metrics
 
     # ------------------------------------------------------------------ state

@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
+from alignment import policy_losses
 from alignment.advantages import ADVANTAGES, RewardTable, estimate
 from alignment.batches import GroupBatch
 from alignment.experience import ADVANTAGE, unscored, with_penalty, without_signal
@@ -64,9 +65,9 @@ class GRPO(OnlineMixin, L.LightningModule):
         self.save_hyperparameters()
         self.advantage = ADVANTAGES.get(advantage, advantage_args)
         self.objective = PolicyObjective(loss, loss_args, reduction, self.sampling.max_tokens)
-        # A loss of ours is proportional to the advantage; nothing is known of a user's own.
+        # A loss of ours is proportional to the advantage; nothing is known of a user's own, registered or not.
         only_policy_term = not (self.kl.in_loss or self.entropy.config.coefficient or self.entropy.controller)
-        self.skips = loss in POLICY_LOSSES and only_policy_term
+        self.skips = POLICY_LOSSES.find(loss).__module__ == policy_losses.__name__ and only_policy_term
 
     def credit(self, batch: GroupBatch, table: RewardTable) -> GroupBatch:
         if self.kl.in_reward:

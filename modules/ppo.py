@@ -26,7 +26,7 @@ from alignment.batches import GroupBatch
 from alignment.critic import Critic, CriticConfig
 from alignment.errors import UserError
 from alignment.experience import ADVANTAGE, TRUNCATED, return_metrics, unscored
-from alignment.logprobs import evaluating
+from alignment.logprobs import TokenStats, evaluating
 from alignment.metrics import Metrics, mean_of
 from alignment.objective import PolicyObjective
 from alignment.online import OnlineMixin
@@ -113,7 +113,12 @@ class PPO(OnlineMixin, L.LightningModule):
     def measure_policy(self, micro: GroupBatch) -> dict[str, Tensor]:
         stats = self.token_stats(micro, states=self.critic.shares_trunk)
         with evaluating(self.critic):
-            return {**self.old_stats(stats), VALUES: self.critic(micro, stats.hidden)}
+            return {**self.old_stats(stats), VALUES: self._values(micro, stats)}
+
+    def _values(self, micro: GroupBatch, stats: TokenStats) -> Tensor:
+        # A full-vocabulary KL asks for states too, which a critic with a trunk of its own does not read.
+        values: Tensor = self.critic(micro, stats.hidden if self.critic.shares_trunk else None)
+        return values
 
     def credit(self, batch: GroupBatch, table: RewardTable) -> GroupBatch:
         scores = table.scores.float() - self.missing_eos_penalty * batch.rows[TRUNCATED]
@@ -133,7 +138,7 @@ class PPO(OnlineMixin, L.LightningModule):
         assert stats.logps is not None
         policy, metrics = self.objective(micro, stats.logps, micro.tokens[ADVANTAGES], counts)
         penalty, more = self.penalties(micro, stats, counts)
-        values = self.critic(micro, stats.hidden)
+        values = self._values(micro, stats)
         old, returns = micro.tokens[VALUES], micro.tokens[RETURNS]
         errors = value_loss(values, old, returns, clip=self.value_clip)
         value = self.reduce(errors, micro, counts)
