@@ -15,11 +15,19 @@ from alignment.critic import Critic, CriticConfig
 from alignment.metrics import Metrics
 from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
-from alignment.policy import PolicyConfig
+from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.tiny import tiny_config
 from alignment.training import as_config
 from alignment.update import Counts
 from tests.toys import OPTIM
+
+COPY, HEAD = CriticConfig(kind="copy"), CriticConfig()
+KINDS = ("head", "copy", "reward_model")
+LORA = PolicyConfig(lora=LoRAConfig(r=4))
+UNTIED = PolicyConfig(
+    arch={"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+)
 
 
 class Valued(PolicyMixin, L.LightningModule):
@@ -65,3 +73,11 @@ def classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, labels: int = 1
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def configs(reward_folder: Path) -> dict[str, CriticConfig]:
+    return {
+        "head": HEAD,
+        "copy": COPY,
+        "reward_model": CriticConfig(kind="reward_model", reward_model=str(reward_folder)),
+    }

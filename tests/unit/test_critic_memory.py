@@ -15,7 +15,7 @@ from alignment.errors import UserError
 from alignment.memory import Plan, advice, estimate, report, size
 from alignment.optim import OptimConfig, build_optimizer
 from alignment.policy import LoRAConfig, PolicyConfig
-from tests.critics import built, classifier
+from tests.critics import COPY, KINDS, built, classifier, configs
 from tests.toys import groups
 
 SMALL = {
@@ -33,7 +33,6 @@ TRUNK = 1000 * 64 + 64 + LINEAR + 3 * 2 * 64  # 175,040, in 2 + 3 x 9 tensors
 LAYERS = 100 * 4 * (3 * (6 * 64 + 4 * 64 + 4 * 128 + 10) + 3 * 64)  # activations of 100 tokens in rows of 10
 HEAD = 64 * 4  # bytes
 HEAD_TRAINING = HEAD + (2 * HEAD + 4) + 100 * HEAD  # gradient, AdamW, states
-COPY = CriticConfig(kind="copy")
 
 
 def plan(critic: CriticConfig | None, arch: dict[str, Any] = SMALL, **settings: Any) -> Plan:
@@ -123,14 +122,6 @@ def test_the_report_names_it_and_what_needs_less() -> None:
 # -------------------------------------------------------------------------------------------------- against real bytes
 
 
-def critics(folder: Path) -> dict[str, CriticConfig]:
-    return {
-        "head": CriticConfig(),
-        "copy": COPY,
-        "reward_model": CriticConfig(kind="reward_model", reward_model=str(folder)),
-    }
-
-
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("reward")
@@ -140,12 +131,12 @@ def reward_folder(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer) -> P
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion_8bit"])
 @pytest.mark.parametrize("lora", [None, LoRAConfig(r=64)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["head", "copy", "reward_model"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_critic_takes_exactly_what_was_estimated(
     kind: str, lora: LoRAConfig | None, optimizer: Any, reward_folder: Path
 ) -> None:
     """Without tokens there are no activations: what is left are weights, gradients and optimizer state."""
-    policy, optim, critic = PolicyConfig(lora=lora), OptimConfig(optimizer=optimizer), critics(reward_folder)[kind]
+    policy, optim, critic = PolicyConfig(lora=lora), OptimConfig(optimizer=optimizer), configs(reward_folder)[kind]
     module = built(policy, critic)
     torch.nn.init.ones_(module.critic.head.weight)
     own = build_optimizer(module.critic.named_parameters(), optim, lr=1e-3)
@@ -165,11 +156,11 @@ def test_a_critic_takes_exactly_what_was_estimated(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["head", "copy", "reward_model"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_within_ten_percent_of_what_autograd_keeps(
     kind: str, lora: LoRAConfig | None, dtype: Any, reward_folder: Path
 ) -> None:
-    policy, critic = PolicyConfig(lora=lora, dtype=dtype), critics(reward_folder)[kind]
+    policy, critic = PolicyConfig(lora=lora, dtype=dtype), configs(reward_folder)[kind]
     module = built(policy, critic)
     batch = GroupBatch.from_groups([Group(prompt=[1] * 8, completions=[[5] * 124, [6] * 124])])
     states = module.engine(batch, logps=False, hidden="before").hidden if kind == "head" else None
