@@ -13,6 +13,7 @@ two batches, so a resumed run equals an uninterrupted one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,7 @@ from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
 from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig
 from alignment.stopping import stop_requested, together
 from alignment.training import as_config
-from alignment.vllm_rollout import VLLMRollout
+from alignment.vllm_rollout import VLLMRollout, check_settings
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,15 @@ class RolloutConfig:
     importance_cap: float = 2.0
     eval_completions: int = 1
     eval_temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.eval_completions < 1 or not 0 <= self.eval_temperature < math.inf or not self.importance_cap > 0:
+            raise UserError(
+                f"rollout.eval_completions is {self.eval_completions}, eval_temperature {self.eval_temperature} and "
+                f"importance_cap {self.importance_cap}; they are at least 1, at least 0, and above 0"
+            )
+        if self.vllm is not None:
+            check_settings(self.vllm)
 
 
 SAMPLING, ROLLOUT, SCORING = SamplingConfig(), RolloutConfig(), SuiteConfig()
@@ -235,6 +245,9 @@ class OnlineMixin(PenalisedMixin):
         experience = self.keep_high_entropy(experience)
         add_metrics(metrics, self.follow(experience))
         self._train_window.update(metrics)
+        if self.updates_per_batch == 1 and self.samples_itself:
+            # The only update starts at the policy that sampled, so the ratio is 1 whatever rounding or dropout do.
+            experience = replace(experience, tokens={n: v for n, v in experience.tokens.items() if n != OLD_LOGPS})
         return experience
 
     def _experience(self, prompts: Sequence[Group], metrics: Metrics) -> tuple[GroupBatch, GroupBatch]:
@@ -292,7 +305,7 @@ class OnlineMixin(PenalisedMixin):
         """With what `measure` gives for each token."""
         if self.kl.needs_reference or self.measures_policy:
             batch = batch.with_tokens(**per_token(batch, self.measure, self.micro_batch_tokens))
-        elif self.updates_per_batch > 1:
+        if self.updates_per_batch > 1 and not self.measures_policy:
             batch = batch.with_tokens(**{OLD_LOGPS: batch.tokens[SAMPLER_LOGPS]})
         if self.rollout_config.vllm is not None and OLD_LOGPS in batch.tokens:
             old, cap = batch.tokens[OLD_LOGPS], self.rollout_config.importance_cap

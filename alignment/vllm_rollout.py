@@ -17,13 +17,14 @@ server that only checks the requests; the weights' way over NCCL and a real serv
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -40,6 +41,8 @@ from alignment.rollout import Rollout, SamplingConfig, assemble, completion_keys
 
 # A request for completions that meets a closed connection or a server error is sent again, after 1 and 2 seconds.
 _ATTEMPTS = 3
+
+_WAYS = ("disk", "nccl", "lora")
 
 
 class VLLMRollout:
@@ -75,6 +78,9 @@ class VLLMRollout:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"the vLLM server's url starts with http:// or https://, got '{url}'")
+        for name, value, known in (("weights", weights, _WAYS), ("logprobs_mode", logprobs_mode, ("raw", "processed"))):
+            if value not in known:
+                raise UserError(f"rollout.vllm: {name} is '{value}'; it is {' or '.join(known)}")
         if weights != "nccl" and folder is None:
             raise UserError(f"weights='{weights}' needs a folder that the vLLM server can read")
         self._server = _Server(url.rstrip("/"), timeout)
@@ -167,6 +173,18 @@ class VLLMRollout:
             "logprobs": 0,
             "return_token_ids": True,
         }
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise UserError unless these are settings of VLLMRollout that a module can hand on, the required ones among them.
+    Stop ids and device are the module's to give."""
+    parameters = inspect.signature(VLLMRollout).parameters
+    known = [name for name in parameters if name not in ("stop_ids", "device")]
+    unknown = sorted(set(settings) - set(known))
+    missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in settings]
+    if unknown or missing:
+        wrong = f"has no setting {', '.join(unknown)}" if unknown else f"needs {', '.join(missing)}"
+        raise UserError(f"rollout.vllm {wrong}; its settings are {', '.join(known)}")
 
 
 def _choices(answer: dict[str, Any], n: int) -> list[dict[str, Any]]:
