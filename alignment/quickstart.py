@@ -64,7 +64,7 @@ class Options:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Clock:
+class Clock:
     """Seconds per part of the run."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -76,13 +76,19 @@ class _Clock:
         self._since = now
 
 
-def start_model(options: Options) -> str:
+def start_model(model: str, root: Path) -> str:
     """The name of the model to start from, made or fetched if need be."""
-    if options.model == "tiny":
-        return str(save_world_model(options.root / "models" / "world-tiny"))
-    if options.model in SOURCES:
-        return str(fetch(options.model, options.root / "models"))
-    return options.model
+    if model == "tiny":
+        return str(save_world_model(root / "models" / "world-tiny"))
+    if model in SOURCES:
+        return str(fetch(model, root / "models"))
+    return model
+
+
+def peak_gb() -> float:
+    """Largest resident memory of this process so far, in GB."""
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 2)
 
 
 def run(options: Options, console: Console) -> Report:
@@ -91,11 +97,11 @@ def run(options: Options, console: Console) -> Report:
     Raises:
         UserError: the model cannot be brought or loaded, or a stage of training failed (it has said why).
     """
-    clock = _Clock()
+    clock = Clock()
     if options.model == "tiny":
         torch.set_num_threads(1)  # its matrices are too small to share: threads would only wait for one another
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    start = start_model(options)
+    start = start_model(options.model, options.root)
     clock.lap("model")
     console.rule(f"before: {start}")
     tokenizer = load_tokenizer(PolicyConfig(name=start))
@@ -120,12 +126,9 @@ def run(options: Options, console: Console) -> Report:
         questions=[row["prompt"][-1]["content"] for row in card.rows],
         answers=[row["answer"] for row in card.rows],
         seconds=clock.seconds,
-        peak_gb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 1e9, 2),
+        peak_gb=peak_gb(),
         policy=model,
     )
-
-
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
 
 
 def _train(stage: str, model: str, options: Options) -> Path:

@@ -122,6 +122,8 @@ class Suite:
         process.join(60)
         took = time.monotonic() - sent
         codes = {130 if number == signal.SIGINT else 143 for number in numbers} | ({0} if not inside else set())
+        if len(trials.batches(folder)) == len(trials.batches(self.whole[plan.algorithm])):
+            codes |= {-number for number in numbers}  # training was over, and its handlers given back
         if process.exitcode not in codes:
             return f"exit code {process.exitcode} for {numbers}"
         if took > 30 and not inside:
