@@ -2,6 +2,7 @@
 
 from callbacks.checkpoint import Checkpoint
 from callbacks.predictions import Predictions
+from callbacks.samples import Samples
 from callbacks.signals import Signals
 
-__all__ = ["Checkpoint", "Predictions", "Signals"]
+__all__ = ["Checkpoint", "Predictions", "Samples", "Signals"]

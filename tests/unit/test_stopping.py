@@ -176,6 +176,7 @@ def one_of_two(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_tell_each_other_and_stop_together(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     ranks = [spawn.Process(target=one_of_two, args=(rank, tmp_path)) for rank in (0, 1)]
