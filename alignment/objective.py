@@ -66,7 +66,7 @@ class PolicyObjective:
 
         Args:
             micro: may hold the token tensors `OLD_LOGPS`, `IMPORTANCE` and `KEPT`.
-            logps: [C] with gradient. advantages: [N] or [C]. counts: of the whole batch.
+            logps: [C] with gradient. advantages: [C]. counts: of the whole batch.
         """
         tokens = PolicyTokens.of(micro, logps, micro.tokens.get(OLD_LOGPS, logps.detach()), advantages)
         values = self._fn(tokens)

@@ -62,16 +62,16 @@ class PolicyTokens:
 
     @classmethod
     def of(cls, batch: GroupBatch, logps: Tensor, old_logps: Tensor, advantages: Tensor) -> PolicyTokens:
-        """From log-probs [C] and advantages [N] or [C]."""
-        row = batch.row_of()
-        per_token = advantages if advantages.shape == logps.shape else advantages[row]
+        """From log-probs and advantages, each [C]; those of completions [N] are `values[batch.row_of()]`."""
+        # Not told apart by shape: with an empty completion there may be as many completions as tokens.
+        assert advantages.shape == logps.shape, "advantages are given for each token"
         zero = torch.zeros_like(logps)
         return cls(
             logps=torch.where(batch.scored, logps, zero),
             old_logps=torch.where(batch.scored, old_logps.detach(), zero),
-            advantages=torch.where(batch.scored, per_token.detach().to(logps.dtype), zero),
+            advantages=torch.where(batch.scored, advantages.detach().to(logps.dtype), zero),
             scored=batch.scored,
-            row_of=row,
+            row_of=batch.row_of(),
             lengths=batch.scored_lengths(),
         )
 

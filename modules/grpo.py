@@ -83,7 +83,7 @@ class GRPO(OnlineMixin, L.LightningModule):
     def loss(self, micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
         stats = self.token_stats(micro)
         assert stats.logps is not None
-        total, metrics = self.objective(micro, stats.logps, micro.rows[ADVANTAGE], counts)
+        total, metrics = self.objective(micro, stats.logps, micro.rows[ADVANTAGE][micro.row_of()], counts)
         penalty, more = self.penalties(micro, stats, counts)
         return total + penalty, metrics | more
 

@@ -59,7 +59,7 @@ COUNTS = Counts(prompts=2, rows=2, tokens=5)
 
 
 def golden_tokens(new: Tensor = NEW) -> PolicyTokens:
-    return PolicyTokens.of(BATCH, new, OLD, torch.tensor([1.0, -1.0]))
+    return PolicyTokens.of(BATCH, new, OLD, torch.tensor([1.0, -1.0])[BATCH.row_of()])
 
 
 def golden_loss(name: str, reduction: Reduction | None = None, **options: float) -> float:
@@ -127,7 +127,7 @@ def test_golden_clip_metrics() -> None:
 def of_ratios(ratios: list[float], advantage: float) -> PolicyTokens:
     batch = ragged(len(ratios))
     old = torch.full((len(ratios),), -2.0)
-    return PolicyTokens.of(batch, old + torch.tensor(ratios).log(), old, torch.tensor([advantage]))
+    return PolicyTokens.of(batch, old + torch.tensor(ratios).log(), old, torch.full_like(old, advantage))
 
 
 def test_dual_clip_bounds_what_a_bad_token_can_cost() -> None:
@@ -153,9 +153,9 @@ def test_gradients_by_finite_differences(name: str) -> None:
     old = OLD.double()
 
     def loss(new: Tensor) -> Tensor:
-        tokens = PolicyTokens.of(BATCH, new, old, torch.tensor([1.0, -1.0]).double())
+        tokens = PolicyTokens.of(BATCH, new, old, torch.tensor([1.0, -1.0]).double()[BATCH.row_of()])
         if name == "cispo":
-            fixed = PolicyTokens.of(BATCH, NEW.double(), old, torch.tensor([1.0, -1.0]).double())
+            fixed = PolicyTokens.of(BATCH, NEW.double(), old, torch.tensor([1.0, -1.0]).double()[BATCH.row_of()])
             return -fixed.ratio() * tokens.advantages * new
         return POLICY_LOSSES.get(name)(tokens)
 
@@ -180,7 +180,7 @@ def test_cispo_trains_tokens_that_clipping_drops() -> None:
 def test_c8_first_pass_after_a_rollout(name: str) -> None:
     """Ratio 1 on every token, nothing clipped; a gradient of minus the advantage for each token nonetheless."""
     new = NEW.clone().requires_grad_()
-    tokens = PolicyTokens.of(BATCH, new, NEW, torch.tensor([1.0, -1.0]))
+    tokens = PolicyTokens.of(BATCH, new, NEW, torch.tensor([1.0, -1.0])[BATCH.row_of()])
     assert tokens.ratio().tolist() == [1.0] * 5
     assert tokens.ratio("sequence").tolist() == [1.0] * 5
     weights, _ = token_weights(BATCH, COUNTS)
@@ -243,7 +243,7 @@ def test_c1_micro_batches_change_neither_loss_nor_gradient(name: str, reduction:
         total = torch.zeros(())
         for micro in parts.split(micro_batch_tokens, keep_groups=False):
             new = micro.tokens["old"] + shift * micro.tokens["change"]
-            tokens = PolicyTokens.of(micro, new, micro.tokens["old"], micro.rows["advantage"])
+            tokens = PolicyTokens.of(micro, new, micro.tokens["old"], micro.rows["advantage"][micro.row_of()])
             kl = token_kl(KL_ESTIMATORS.get("k3_is"), new, micro.tokens["old"], micro.scored, micro.tokens["old"])
             values = POLICY_LOSSES.get(name)(tokens) + 0.1 * kl
             total = total + reduce_tokens(values, micro, counts, reduction, max_length=8)
