@@ -67,11 +67,11 @@ def generated(model: hf.PreTrainedModel, groups: list[Group], stop: list[int]) -
 
 @pytest.mark.parametrize("name", [*SHARED, *PLAIN_ONLY])
 def test_greedy_tokens_equal_generate(name):
-    """9 prompts for each of 23 architectures, 207 in all; in float64, where no two tokens tie."""
+    """201 prompts of each architecture (9 of the one that takes a minute for them); in float64, where no two tie."""
     model = build({**SHARED, **PLAIN_ONLY}[name](), dtype=torch.float64).eval()
     model.set_experts_implementation("eager")  # the others know no float64
     rollout = local(model, stop_ids=[EOS, 40, 41, 42])
-    groups = prompts(LENGTHS, each=3)
+    groups = prompts(LENGTHS, each=3 if name.startswith("qwen3-next") else 67)
     found = rollout.generate(groups, 1, SamplingConfig(temperature=0.0, max_tokens=NEW), seed=0, step=0)
     assert completions(found) == generated(model, groups, [EOS, 40, 41, 42])
     assert rollout.path == ("shared" if name in SHARED else "plain")
