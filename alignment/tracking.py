@@ -194,6 +194,7 @@ class TrackingLogger(MLFlowLogger):
 
     def _connect(self) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # training does not phone home
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # it would run into the trainer's
         # The outbox retries; the client need not, and a hanging server must not hold the queue for minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -136,7 +136,9 @@ def _is_row(row: Any) -> bool:
 
 def _record(step: int, row: Mapping[str, Any]) -> Row:
     """One line of the file: the table's columns in their order."""
-    record = {"step": step, "index": int(row["index"]), "stratum": row.get("stratum", "")}
+    record: Row = {"step": step, "index": int(row["index"])}
+    if row.get("stratum"):  # no empty column in the tracker where prompts have none
+        record["stratum"] = row["stratum"]
     record |= {"prompt": row["prompt"], "completion": row["completion"]}
     if "tokens" in row:
         record["tokens"] = row["tokens"]

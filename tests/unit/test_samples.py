@@ -144,7 +144,7 @@ def test_the_test_split_has_a_table_of_its_own(tmp_path: Path) -> None:
 class Odd(Speaker):
     def answer(self, index: int) -> dict[str, Any]:
         text = {"prompt": "two\nlines", "completion": "line\u2028separator 语言 🙂 \ud800"}
-        return {"index": index, **text, "tokens": 7, "reward": math.nan, "rewards": {"wild": math.inf}}
+        return {"index": index, "stratum": "", **text, "tokens": 7, "reward": math.nan, "rewards": {"wild": math.inf}}
 
 
 def test_odd_texts_and_values(workdir: Path) -> None:
@@ -152,7 +152,7 @@ def test_odd_texts_and_values(workdir: Path) -> None:
     fit(workdir, Samples(rows=1), module=Odd(), logger=logger, max_epochs=1)
     text = {"prompt": "two\nlines", "completion": "line\u2028separator 语言 🙂 ?"}
     rest = {"tokens": 7, "reward": None, "rewards/wild": None, "truncated": None}
-    expected = {"step": 5, "index": 0, "stratum": "", **text, **rest}
+    expected = {"step": 5, "index": 0, **text, **rest}
     assert _read(logger.run_dir / "samples.jsonl") == [expected]
     client = MlflowClient(f"sqlite:///{workdir}/mlflow.db")
     table = json.loads(Path(client.download_artifacts(logger.run_id, "samples.json")).read_text())
