@@ -1,4 +1,4 @@
-# make quickstart | test | lint | bench | reliability
+# make quickstart | quickstart-grpo | test | lint | bench | reliability
 # Each creates .venv on its first use; a second call starts at once. bench and reliability write reports/.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,14 +7,18 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REWARDS := $(VENV)/.installed-rewards
 
-.PHONY: quickstart test lint bench reliability clean
+.PHONY: quickstart quickstart-grpo test lint bench reliability clean
 
 # Two cores are the reference machine: one thread per process keeps results the same from run to run.
 export OMP_NUM_THREADS ?= 2
 
 quickstart: $(STAMP)
 	$(BIN)/python -m alignment.quickstart --model $(MODEL)
+
+quickstart-grpo: $(REWARDS)
+	$(BIN)/python -m alignment.quickstart_grpo --model $(MODEL)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
@@ -35,6 +39,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[test]'
 	touch $(STAMP)
+
+$(REWARDS): $(STAMP)
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[rewards]'
+	touch $(REWARDS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
