@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ class Predictions(Callback):
     """Collects the rows every `predict_step` returns into one file, in data order, one JSON object a line.
 
     Each rank writes its own part as it goes, so that an interrupted run leaves what it had; the main process joins the
-    parts at the end. A row that two ranks saw (a sampler that pads) is written once.
+    parts at the end. A batch may hold several rows of one `index`, the completions of one prompt; what a second batch
+    or another rank says of that index (a sampler that pads) is left out.
 
     Args:
         path: the file, relative to the run's folder unless absolute. An older file of that name is replaced.
@@ -42,7 +45,8 @@ class Predictions(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         with self._part(distributed.rank()).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in outputs)
+            for row, turn in zip(outputs, _turns(outputs), strict=True):
+                file.write(json.dumps([turn, row], ensure_ascii=False) + "\n")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.strategy.barrier("every rank has written its part")
@@ -54,9 +58,9 @@ class Predictions(Callback):
         parts = [self._part(rank) for rank in range(distributed.world_size())]
         rows = [json.loads(line) for part in parts for line in _lines(part)]
         first: dict[Any, dict[str, Any]] = {}
-        for position, row in enumerate(rows):
+        for position, (turn, row) in enumerate(rows):
             index = row.get("index", -1)
-            first.setdefault(index if index >= 0 else (position,), row)
+            first.setdefault((index, turn) if index >= 0 else position, row)
         ordered = sorted(first.values(), key=lambda row: int(row.get("index", -1)))  # stable sort
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
         self._target.write_text(text, encoding="utf-8")
@@ -66,6 +70,17 @@ class Predictions(Callback):
 
     def _part(self, rank: int) -> Path:
         return self._target.with_name(f"{self._target.name}.rank{rank}")
+
+
+def _turns(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """For each row, how many rows of the same index stand before it."""
+    seen: Counter[Any] = Counter()
+    turns = []
+    for row in rows:
+        index = row.get("index")
+        turns.append(seen[index])
+        seen[index] += 1
+    return turns
 
 
 def _lines(path: Path) -> list[str]:

@@ -36,6 +36,12 @@ def test_rows_are_written_in_data_order_once(tmp_path: Path) -> None:
     assert [row["x"] for row in predict(tmp_path, rows)] == ["a", "b", "c"]
 
 
+def test_several_completions_of_one_prompt_are_kept(tmp_path: Path) -> None:
+    prompts = [[{"index": 1, "x": "c"}, {"index": 1, "x": "d"}], [{"index": 0, "x": "a"}, {"index": 0, "x": "a"}]]
+    again = [{"index": 1, "x": "c"}, {"index": 1, "x": "d"}]
+    assert [row["x"] for row in predict(tmp_path, [*prompts, again])] == ["a", "a", "c", "d"]
+
+
 def test_rows_without_a_number_keep_their_order(tmp_path: Path) -> None:
     rows = [[{"index": -1, "x": "b"}, {"x": "a"}], [{"index": -1, "x": "b"}]]
     assert [row["x"] for row in predict(tmp_path, rows)] == ["b", "a", "b"]
