@@ -167,6 +167,19 @@ def resolve(name: str | Path, run_dir: Path | str) -> Path:
 # ---------------------------------------------------------------------- modules
 
 
+def _parameters(cls: type[L.LightningModule]) -> dict[str, inspect.Parameter]:
+    """What `cls` is constructed with, including what its `**settings` hand on to the next class in line."""
+    found: dict[str, inspect.Parameter] = {}
+    for kind in cls.__mro__:
+        if "__init__" in vars(kind):
+            own = list(inspect.signature(vars(kind)["__init__"]).parameters.values())[1:]
+            named = [p for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            found = {p.name: p for p in named} | found
+            if not any(p.kind is p.VAR_KEYWORD for p in own):
+                break
+    return found
+
+
 def load_module(cls: type[_Module], path: Path | str, *, strict: bool | None = None, **overrides: Any) -> _Module:
     """`cls` with the hyper-parameters and weights of a checkpoint; keyword arguments win over the saved ones.
 
@@ -179,11 +192,14 @@ def load_module(cls: type[_Module], path: Path | str, *, strict: bool | None = N
     class_path = saved.get("_class_path")
     if class_path is not None and str(class_path).rpartition(".")[2] != cls.__name__:
         raise CheckpointError(f"checkpoint {path} is of a {class_path}, not of a {cls.__name__}")
-    signature = inspect.signature(cls.__init__).parameters
-    arguments = {k: v for k, v in {**saved, **overrides}.items() if k in signature}
-    unknown = sorted(set(overrides) - set(signature))
+    known = _parameters(cls)
+    arguments = {k: v for k, v in {**saved, **overrides}.items() if k in known}
+    unknown = sorted(set(overrides) - set(known))
     if unknown:
         raise ValueError(f"{cls.__name__} has no parameter {', '.join(unknown)}")
+    missing = [name for name, p in known.items() if p.default is p.empty and name not in arguments]
+    if missing:
+        raise CheckpointError(f"checkpoint {path} holds no {', '.join(missing)} for {cls.__name__}; give it as well")
     module = cls(**arguments)
     if is_overridden("configure_model", module):
         module.configure_model()

@@ -87,3 +87,10 @@ def imported(kind: str, path: str) -> Callable[..., Any]:
     if not callable(found):
         raise UserError(f"{kind} '{path}' is {type(found).__name__}, not a function")
     return cast(Callable[..., Any], found)
+
+
+def import_path(function: Callable[..., Any]) -> str | None:
+    """The inverse of `imported`: where another process finds a function or class, None where it cannot (a lambda, one
+    inside another, an object, or one of the program's own file)."""
+    name, module = getattr(function, "__qualname__", "<object>"), getattr(function, "__module__", "__main__")
+    return None if module == "__main__" or "<" in name or "." in name else f"{module}.{name}"

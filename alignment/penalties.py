@@ -122,6 +122,8 @@ class EntropyTerm:
     def __init__(self, config: EntropyConfig) -> None:
         if config.keep is not None and not 0 < config.keep <= 1:
             raise UserError(f"entropy.keep is {config.keep}; it is a share above 0 and at most 1, or null")
+        if not config.coefficient >= 0:
+            raise UserError(f"entropy.coefficient is {config.coefficient}; it must be at least 0")
         self.config = config
         self.controller: AdaptiveEntropy | None = None
         if config.target is not None:

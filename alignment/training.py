@@ -25,6 +25,7 @@ from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
+from alignment.named import import_path
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
 from alignment.protocols import SizedBatches
 from alignment.resume import rewind, settle
@@ -290,15 +291,25 @@ class TrainingMixin(L.LightningModule):
         super().save_hyperparameters(*args, **kwargs)
         for name, value in list(self.hparams.items()):
             self.hparams[name] = plain(value)
+            if _holds_callable(self.hparams[name]):
+                del self.hparams[name]
+                log.warning("checkpoints lack '%s': a callable in it has no import path; give it to load one", name)
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses to mappings and tuples to lists, recursively."""
+    """Dataclasses to mappings, tuples to lists and functions to their import paths, recursively."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
+    if callable(value):
+        return import_path(value) or value
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _holds_callable(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return callable(value) or any(map(_holds_callable, parts))
 
 
 def as_config(cls: type[T], value: T | Mapping[str, Any] | None) -> T:

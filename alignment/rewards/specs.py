@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from alignment.errors import UserError
+from alignment.named import import_path
 from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, describe, load, wanted
 from alignment.rewards.protocol import RewardSpec, Samples, SuiteConfig
 from alignment.training import as_config
@@ -62,14 +63,14 @@ def source_of(name: str, spec: RewardSpec) -> Source:
     """What a worker needs to find the reward again."""
     if isinstance(spec.reward, str):
         return spec.reward, spec.args
-    path = getattr(spec.reward, "__qualname__", "<object>")
-    module = getattr(spec.reward, "__module__", "__main__")
-    if module == "__main__" or "<" in path or "." in path:
+    path = import_path(spec.reward)
+    if path is None:
+        where = f"{getattr(spec.reward, '__module__', '')}.{getattr(spec.reward, '__qualname__', '<object>')}"
         raise UserError(
-            f"reward '{name}' is a callable that a worker cannot import ({module}.{path}); put it at the top of a "
-            "file, or set in_process: true"
+            f"reward '{name}' is a callable that a worker cannot import ({where}); put it at the top of a file, or set "
+            "in_process: true"
         )
-    return f"{module}.{path}", spec.args
+    return path, spec.args
 
 
 def load_here(name: str, spec: RewardSpec) -> tuple[Function, Wanted]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,69 +19,13 @@ from alignment.errors import UserError
 from alignment.rollout import SamplingConfig, completion_keys
 from alignment.vllm_rollout import VLLMRollout
 from tests.architectures import DENSE, build
-
-Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
-
-
-@dataclass
-class Stub:
-    """What a server was asked. `seen` holds (path, body); `look` is called while a request is being served."""
-
-    url: str = ""
-    seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    answer: Answer | None = None
-
-    @property
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.seen]
-
-
-def choice(index: int, ids: list[int], reason: str = "stop") -> dict[str, Any]:
-    logprobs = {"token_logprobs": [-0.5 - i for i in range(len(ids))], "tokens": ["x"] * len(ids)}
-    return {"index": index, "text": "", "token_ids": ids, "finish_reason": reason, "logprobs": logprobs}
-
-
-def as_vllm_does(path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    if path == "/v1/completions":
-        first = body["prompt"][0]
-        choices = [choice(i, [first, 10 + i, 2]) for i in range(body["n"])]
-        choices[-1] = choice(body["n"] - 1, [first] * body["max_tokens"], "length")
-        return 200, {"choices": choices[::-1]}
-    if path == "/get_world_size":
-        return 200, {"world_size": 2}
-    if path.startswith("/v1/"):
-        return 200, "Success: LoRA adapter 'x' added successfully."
-    return 200, {"message": "done"}
+from tests.vllm_stub import Stub, as_vllm_does, choice, serving
 
 
 @pytest.fixture
 def stub() -> Iterator[Stub]:
-    stub = Stub(answer=as_vllm_does)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-            stub.seen.append((self.path, body))
-            status, answer = stub.answer(self.path, body)
-            data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        do_GET = do_POST
-
-        def log_message(self, *args: object) -> None:
-            """Nothing on the terminal."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    yield stub
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving() as stub:
+        yield stub
 
 
 @pytest.fixture(autouse=True)
