@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,7 +16,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from alignment import distributed, randomness
@@ -93,6 +93,18 @@ class TrainingMixin(L.LightningModule):
     def derived_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
         """Metrics that are functions of whole-set means (perplexity, ...), not means themselves."""
         return {}
+
+    def part_norms(self) -> dict[str, float]:
+        """Name -> L2 norm of the gradient of one part of the model, for `GradientListener`: the same on every rank.
+        Called before `finish_gradients`."""
+        return {}
+
+    def finish_gradients(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> bool:
+        """The last change to an update's gradients, which are whole and finite: clipping to `optim.clip_norm`, by
+        `norm` [], that of all of them together. False leaves the step out; ranks must agree."""
+        if self.optim.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.optim.clip_norm, norm)
+        return True
 
     # ------------------------------------------------------------------ training
 

@@ -175,11 +175,11 @@ def update(
     finite = math.isfinite(loss) and math.isfinite(total)
     lr = float(optimizer.param_groups[0]["lr"])
     if finite:
+        norms = {"total": total, **module.part_norms()}
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientListener):
-                callback.on_gradients(module.trainer, module, {"total": total})
-        if module.optim.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, module.optim.clip_norm, norm)
+                callback.on_gradients(module.trainer, module, norms)
+    if finite and module.finish_gradients(parameters, norm):
         optimizer.step()
         module.step_schedule()
     else:
