@@ -199,6 +199,8 @@ class _Builder:
         prompt = row.prompt
         if self._recipe.system and not isinstance(prompt, str) and prompt[0].role != "system":
             prompt = (Message("system", self._recipe.system), *prompt)
+        if self._recipe.template == "raw" and not isinstance(prompt, str) and [m.role for m in prompt] == ["user"]:
+            prompt = prompt[0].content  # one text, which only its format made a message
         encoded = self._encoder.encode(prompt, row.completions, raw=row.raw, train_on=self._recipe.train_on)
         if encoded.empty:
             raise RowError("completion has no token left within the limits")

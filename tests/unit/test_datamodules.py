@@ -66,6 +66,15 @@ def test_all_comparisons_of_a_prompt_are_on_one_side(make):
     assert data.report.used_for == {"train": 90, "val": 30}
 
 
+def test_a_raw_template_takes_prompts_as_they_are(make, tmp_path, tiny_tokenizer):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": " 1+1=", "completion": "2"}')
+    data = make(SupervisedData, tmp_path / "rows.jsonl", template="raw", val_fraction=0.0)
+    (group,) = data.groups("train")
+    spelled = {text: tiny_tokenizer(text, add_special_tokens=False).input_ids for text in (" 1+1=", "2")}
+    assert group.prompt == spelled[" 1+1="]
+    assert group.completions == [[*spelled["2"], tiny_tokenizer.eos_token_id]]
+
+
 def test_the_split_depends_on_content_only(make, tmp_path):
     data = make(val_fraction=0.25)
     other = tmp_path / "turned.jsonl"
