@@ -1,7 +1,7 @@
 """`python -m alignment.quickstart_grpo`: a model before and after GRPO on easy arithmetic of reasoning-gym.
 
 It takes the ordinary path: `alignment validate`, `alignment fit` with configs/quickstart/grpo.yaml, `alignment export`,
-`alignment validate` again. Two rewards: is the answer right, and is it the answer alone. What it adds is a table of the
+`alignment validate` again. Two rewards: is the answer right, and is it the answer only (no words). What it adds is a table of the
 two evaluations, on instances that training never sees, as text, a JSON file and a run in MLflow. Needs the extra
 `rewards`.
 
@@ -39,8 +39,8 @@ SAMPLES = 5
 """Sample replies shown: those to the first held-out prompts, not chosen by how they came out."""
 _LINES: tuple[tuple[str, str, str], ...] = (
     ("rewards/right/mean", "right answers", "{:.0%}"),
-    ("rewards/answer_only/mean", "the answer alone", "{:.0%}"),
-    ("reward", "reward (right + 0.5 answer alone)", "{:.2f}"),
+    ("rewards/answer_only/mean", "answer only, no words", "{:.0%}"),
+    ("reward", "reward (right + 0.5 answer only)", "{:.2f}"),
     ("completions/mean_length", "length in tokens", "{:.1f}"),
 )
 
