@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,22 +129,34 @@ def accumulate(
     module.note_batch_size(counts.prompts)
     loss = torch.zeros((), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
-    with _without_ddp_reduction(module):
+    with without_ddp_reduction(module):
         for micro in batch.split(module.micro_batch_tokens, keep_groups=keep_groups):
             part, part_metrics = loss_fn(micro, counts)
-            if part.requires_grad:
+            if has_gradient(part, micro):
                 module.manual_backward(part)
-            elif bool(row_weights(micro).sum() > 0):
-                raise ValueError("the loss of a micro-batch with completions to train on has no gradient")
             loss += part.detach().double()
             add_metrics(metrics, part_metrics)
     return loss, metrics
 
 
-def _without_ddp_reduction(module: TrainingMixin) -> AbstractContextManager[None]:
+def has_gradient(part: Tensor, micro: GroupBatch) -> bool:
+    """Whether there is something to go back through. Raises ValueError when there is not and there should be."""
+    if not part.requires_grad and bool(row_weights(micro).sum() > 0):
+        raise ValueError("the loss of a micro-batch with completions to train on has no gradient")
+    return part.requires_grad
+
+
+def without_ddp_reduction(module: TrainingMixin) -> AbstractContextManager[None]:
     """DDP would average, and wait for ranks that have fewer micro-batches: gradients are reduced explicitly instead."""
     strategy = module.trainer.strategy
     return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+
+
+def optimizer_of(module: TrainingMixin) -> tuple[LightningOptimizer, list[nn.Parameter]]:
+    """The module's optimizer and everything it trains, in its order."""
+    optimizer = module.optimizers()
+    assert isinstance(optimizer, LightningOptimizer), "modules have exactly one optimizer"
+    return optimizer, [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def update(
@@ -162,12 +174,27 @@ def update(
     Skipping leaves parameters, moments, schedule and `global_step` untouched. Raises TrainingDivergedError after three
     skips in a row, or more than five in 500 updates, if going back to the last checkpoint has not helped already.
     """
-    optimizer = module.optimizers()
-    assert isinstance(optimizer, LightningOptimizer), "modules have exactly one optimizer"
+    optimizer, parameters = optimizer_of(module)
     optimizer.zero_grad()
     share, metrics = accumulate(module, batch, loss_fn, keep_groups, Counts.of(batch) if counts is None else counts)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     reduce_gradients(parameters)
+    step(module, batch, share, metrics)
+
+
+def step(
+    module: TrainingMixin,
+    batch: GroupBatch,
+    share: Tensor,
+    metrics: Metrics,
+    norms: Mapping[str, float] | None = None,
+) -> None:
+    """The second half of `update`: from gradients in `.grad`, which are sums over ranks, to weights.
+
+    Args:
+        share: this rank's share of the loss, float64. metrics: of this rank.
+        norms: name -> L2 norm of a part of the gradient, for `GradientListener`.
+    """
+    optimizer, parameters = optimizer_of(module)
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(grads) if grads else torch.zeros((), device=module.device)
     # Loss and gradients are sums over ranks, so every rank sees the same values and takes the same branch.
@@ -175,10 +202,10 @@ def update(
     finite = math.isfinite(loss) and math.isfinite(total)
     lr = float(optimizer.param_groups[0]["lr"])
     if finite:
-        norms = {"total": total, **module.part_norms()}
+        seen = {"total": total, **(norms or {}), **module.part_norms()}
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientListener):
-                callback.on_gradients(module.trainer, module, norms)
+                callback.on_gradients(module.trainer, module, seen)
     if finite and module.finish_gradients(parameters, norm):
         optimizer.step()
         module.step_schedule()
