@@ -21,11 +21,12 @@ import inspect
 import json
 import shutil
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -37,10 +38,13 @@ from transformers import PreTrainedModel
 from alignment import distributed
 from alignment.batches import Group
 from alignment.errors import UserError
-from alignment.rollout import Rollout, SamplingConfig, assemble, completion_keys
+from alignment.rollout import Rollout, RolloutStopped, SamplingConfig, assemble, completion_keys
 
 # A request for completions that meets a closed connection or a server error is sent again, after 1 and 2 seconds.
 _ATTEMPTS = 3
+
+# Seconds between two looks at `should_stop`.
+_POLL_EVERY = 0.1
 
 _WAYS = ("disk", "nccl", "lora")
 
@@ -59,6 +63,8 @@ class VLLMRollout:
         device: of the tensors that `generate` returns.
         timeout: seconds a request may take.
         concurrency: requests under way at once, one per prompt.
+        should_stop: asked ten times a second while the server samples; when it says yes, `generate` raises
+            RolloutStopped.
 
     With several ranks each sends its own prompts; rank 0 sends the weights.
     """
@@ -75,6 +81,7 @@ class VLLMRollout:
         device: torch.device | str = "cpu",
         timeout: float = 600.0,
         concurrency: int = 256,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"the vLLM server's url starts with http:// or https://, got '{url}'")
@@ -86,6 +93,7 @@ class VLLMRollout:
         self._server = _Server(url.rstrip("/"), timeout)
         self._model, self._stop_ids = model, list(stop_ids)
         self._logprobs_mode, self._device, self._concurrency = logprobs_mode, device, concurrency
+        self._should_stop = should_stop
         self._version = 0
         path = Path(folder or ".").absolute()
         channels: dict[str, _Channel] = {
@@ -100,13 +108,13 @@ class VLLMRollout:
 
         The server draws by its own generator, seeded for each prompt from (seed, step, prompt index): other completions
         than LocalRollout's, and repeatable only as far as the server is. Raises UserError for settings under which the
-        server's log-probs are not the ones a rollout promises, RuntimeError for an answer that is not one.
+        server's log-probs are not the ones a rollout promises, RuntimeError for an answer that is not one,
+        RolloutStopped when asked to stop.
         """
         self._check_logprobs(sampling)
         seeds = [keys[0] for keys in completion_keys(prompts, n, seed, step)]
         requests = [self._request(prompt, n, sampling, s) for prompt, s in zip(prompts, seeds, strict=True)]
-        with ThreadPoolExecutor(max_workers=max(1, min(self._concurrency, len(requests)))) as pool:
-            answers = list(pool.map(lambda body: self._server.post("/v1/completions", body, _ATTEMPTS), requests))
+        answers = self._ask(requests)
         groups = [_choices(answer, n) for answer in answers]
         logps = [value for group in groups for choice in group for value in choice["logprobs"]["token_logprobs"]]
         cut = [choice["finish_reason"] == "length" for group in groups for choice in group]
@@ -118,6 +126,33 @@ class VLLMRollout:
             self._version,
             self._device,
         )
+
+    def _ask(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The answer to each request. Neither an error nor the wish to stop waits for the answers still to come."""
+        answers: list[Future[dict[str, Any]]] = [Future() for _ in requests]
+        left = iter(list(zip(requests, answers, strict=True)))  # a list's iterator gives each pair to one thread
+
+        def work() -> None:
+            for body, answer in left:
+                if answer.set_running_or_notify_cancel():
+                    try:
+                        answer.set_result(self._server.post("/v1/completions", body, _ATTEMPTS))
+                    except BaseException as error:  # a thread's error reaches nobody; here it reaches the one who waits
+                        answer.set_exception(error)
+
+        for _ in range(min(self._concurrency, len(requests))):
+            # Daemons, unlike the threads of a pool: a process that leaves does not wait for the server.
+            threading.Thread(target=work, name="vllm-request", daemon=True).start()
+        try:
+            while (state := wait(answers, timeout=_POLL_EVERY, return_when=FIRST_EXCEPTION)).not_done:
+                for answer in state.done:
+                    answer.result()
+                if self._should_stop is not None and self._should_stop():
+                    raise RolloutStopped("asked to stop during a rollout")
+        finally:
+            for answer in answers:
+                answer.cancel()
+        return [answer.result() for answer in answers]
 
     def sync(self, model: nn.Module, version: int) -> None:
         """Push the weights of `model` and sample from them from now on. Every rank must call it.
@@ -177,9 +212,9 @@ class VLLMRollout:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise UserError unless these are settings of VLLMRollout that a module can hand on, the required ones among them.
-    Stop ids and device are the module's to give."""
+    Stop ids, device and the wish to stop are the module's to give."""
     parameters = inspect.signature(VLLMRollout).parameters
-    known = [name for name in parameters if name not in ("stop_ids", "device")]
+    known = [name for name in parameters if name not in ("stop_ids", "device", "should_stop")]
     unknown = sorted(set(settings) - set(known))
     missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in settings]
     if unknown or missing:

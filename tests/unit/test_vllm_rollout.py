@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 from alignment import vllm_rollout
 from alignment.batches import Group
 from alignment.errors import UserError
-from alignment.rollout import SamplingConfig, completion_keys
+from alignment.rollout import RolloutStopped, SamplingConfig, completion_keys
 from alignment.vllm_rollout import VLLMRollout
 from tests.architectures import DENSE, build
 from tests.vllm_stub import Stub, as_vllm_does, choice, serving
@@ -103,6 +105,47 @@ def test_a_server_error_is_met_by_asking_again(stub, tmp_path):
     assert rollout.batch.num_completions == 1
     assert len(stub.seen) == 3
     assert stub.seen[0] == stub.seen[2]
+
+
+def test_a_rollout_that_is_asked_to_stop_does_not_wait_for_the_server(stub, tmp_path):
+    held, asked = threading.Event(), []
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        held.wait(30)
+        return as_vllm_does(path, body)
+
+    def should_stop() -> bool:
+        asked.append(len(stub.seen))
+        return len(asked) == 3
+
+    stub.answer = answer
+    stopping = engine(stub, tmp_path, concurrency=1, should_stop=should_stop)
+    start = time.monotonic()
+    with pytest.raises(RolloutStopped):
+        stopping.generate(PROMPTS, 1, SamplingConfig(), seed=0, step=0)
+    assert time.monotonic() - start < 10
+    workers = [t for t in threading.enumerate() if t.name == "vllm-request"]
+    assert [t.daemon for t in workers] == [True]
+    held.set()
+    workers[0].join(10)
+    assert len(stub.seen) == 1  # the prompt that waited for its turn was never sent
+
+
+def test_an_error_does_not_wait_for_the_other_answers(stub, tmp_path):
+    held = threading.Event()
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["prompt"] == [9]:
+            return 404, {"error": "no"}
+        held.wait(30)
+        return as_vllm_does(path, body)
+
+    stub.answer = answer
+    start = time.monotonic()
+    with pytest.raises(UserError, match="refused"):
+        engine(stub, tmp_path).generate(PROMPTS, 1, SamplingConfig(), seed=0, step=0)
+    assert time.monotonic() - start < 10
+    held.set()
 
 
 def test_a_refusal_is_told_in_the_servers_words(stub, tmp_path):
