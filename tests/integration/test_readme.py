@@ -91,7 +91,10 @@ def test_a_loss_of_ones_own(folder: Path) -> None:
     assert check_dpo_loss("my_losses.squared_hinge", 0.1, 0.0) is my_losses.squared_hinge
 
 
-@pytest.mark.parametrize("target", ["quickstart", "quickstart MODEL=tiny", "test", "lint", "bench", "reliability"])
+TARGETS = ["quickstart", "quickstart MODEL=tiny", "quickstart-grpo", "test", "lint", "bench", "reliability"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_make_targets_exist(target: str) -> None:
     words = ["make", "-n", *target.split()]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
