@@ -12,11 +12,11 @@ cagrad        max_d min_k g_k.d  in the ball of radius c |g_0| around g_0       
 nash          max_d sum_k w_k log(g_k.d), then |d| <= max_norm                     bargaining power
 gradvac       sum_k w_k g_k', g_k' turned towards the others until cos >= target   a factor
 
-Papers: MGDA: Desideri 2012, Sener and Koltun 2018 (arXiv 1810.04650); PCGrad: Yu et al. 2020 (arXiv 2001.06782); CAGrad:
-Liu et al. 2021 (arXiv 2110.14048); Nash-MTL: Navon et al. 2022 (arXiv 2202.01017); GradVac: Wang et al. 2021 (arXiv
-2010.05874). The weights are ours, the papers have none (with equal ones these are the papers' methods, and mgda, cagrad
-and nash depend on ratios of weights only); so is leaving out an objective whose gradient is exactly 0: a reward that
-differs in no group would otherwise stop mgda and have no solution in nash.
+Papers: MGDA: Desideri 2012, Sener and Koltun 2018 (arXiv 1810.04650); PCGrad: Yu et al. 2020 (arXiv 2001.06782);
+CAGrad: Liu et al. 2021 (arXiv 2110.14048); Nash-MTL: Navon et al. 2022 (arXiv 2202.01017); GradVac: Wang et al. 2021
+(arXiv 2010.05874). The weights are ours, the papers have none: with equal ones these are the papers' methods, and mgda,
+cagrad and nash depend on ratios of weights only. So is leaving out an objective whose gradient is exactly 0: a reward
+that differs in no group would otherwise stop mgda, and nash would have no solution.
 
 To add a method, write a function of a `Conflict` that returns [K] coefficients, and name it by its import path or
 register it with `@COMBINERS.register("name")`.
@@ -136,8 +136,8 @@ def cagrad(conflict: Conflict, *, c: float = 0.5, rescale: bool = True) -> Tenso
     """g_0 + c |g_0| g_v / |g_v| with v on the simplex minimising g_v.g_0 + c |g_0| |g_v|; with `rescale` divided by
     1 + c^2, as in the authors' code.
 
-    For a given length t of g_v, v is the nearest point to the origin in the hull of g_k + (t / (c |g_0|)) g_0. The right
-    t is where |g_v(t)| = t; left of it |g_v(t)| > t.
+    For a given length t of g_v, v is the nearest point to the origin in the hull of g_k + (t / (c |g_0|)) g_0. The
+    right t is where |g_v(t)| = t; left of it |g_v(t)| > t.
     """
     gram, share = conflict.gram, conflict.weights / conflict.weights.sum()
     along = gram @ share
@@ -214,8 +214,8 @@ class Combiner:
         found = self._fn(Conflict(gram=gram[kept][:, kept], weights=weights[kept], memory=memory, draw=draw))
         if found.shape != kept.shape:
             raise ValueError(
-                f"the gradient combination '{self.method}' returned {tuple(found.shape)} for {len(kept)} objectives; it "
-                "must return one coefficient for each"
+                f"the gradient combination '{self.method}' returned {tuple(found.shape)} for {len(kept)} objectives; "
+                "it must return one coefficient for each"
             )
         self.memory[kept[:, None], kept] = memory
         coefficients[kept] = found.double()
@@ -275,7 +275,8 @@ def _affine_min_norm(gram: Tensor) -> Tensor:
     system[:size, :size], system[size, size] = gram / gram.diagonal().max(), 0.0
     right = torch.zeros(size + 1, 1, dtype=gram.dtype)
     right[size] = 1.0
-    return torch.linalg.lstsq(system, right, driver="gelsd").solution[:size, 0]
+    solution: Tensor = torch.linalg.lstsq(system, right, driver="gelsd").solution
+    return solution[:size, 0]
 
 
 def _relative(weights: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def step(
     finite = math.isfinite(loss) and math.isfinite(total)
     lr = float(optimizer.param_groups[0]["lr"])
     if finite:
-        seen = {"total": total, **(norms or {}), **module.part_norms()}
+        seen = {**(norms or {}), **module.part_norms(), "total": total}
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientListener):
                 callback.on_gradients(module.trainer, module, seen)
