@@ -85,32 +85,11 @@ class _TiledHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: HeadSpec
     ) -> tuple[Tensor, Tensor | None]:
-        n, states = len(targets), hidden.to(spec.dtype)
-        stats = stats_dtype(hidden)
-        top = torch.full((n,), -torch.inf, dtype=stats, device=hidden.device)
-        total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
-        for columns, row_blocks in tiles(n, weight.shape[0], spec.tile_bytes):
-            w, b = cut_columns(weight, bias, columns, spec.dtype)
-            for rows in row_blocks:
-                z, _ = tile_logits(states[rows], w, b, spec, stats)
-                picked[rows] = torch.where(*_at_target(targets[rows], columns, z), picked[rows])
-                new_top = torch.maximum(top[rows], z.amax(-1))
-                shift = top[rows] - new_top  # <= 0; -inf on the first tile, where the sums are still 0
-                z -= new_top[:, None]
-                e = z.exp()
-                if entropy:
-                    # sums are relative to the running maximum, so moving it by `shift` moves the weighted sum too
-                    moved = torch.where(total[rows] > 0, weighted[rows] + shift * total[rows], total[rows])
-                    weighted[rows] = shift.exp() * moved + (e * z).sum(-1)
-                total[rows] = shift.exp() * total[rows] + e.sum(-1)
-                top[rows] = new_top
-        log_total = total.log()
-        norm = top + log_total
-        ent = log_total - weighted / total if entropy else None
+        logps, norm, ent = forward_stats(hidden, weight, bias, targets, entropy, spec)
         ctx.spec = spec
         ctx.save_for_backward(hidden, weight, bias, targets, norm, ent)
         ctx.set_materialize_grads(False)
-        return picked - norm, ent
+        return logps, ent
 
     @staticmethod
     @once_differentiable
@@ -131,7 +110,7 @@ class _TiledHead(torch.autograd.Function):
             db = torch.zeros(w.shape[0], dtype=stats, device=hidden.device)
             for rows in row_blocks:
                 z, slope = tile_logits(states[rows], w, b, spec, stats)
-                d = _logit_gradient(z, targets[rows], columns, norm[rows], g_logps[rows], ent, g_ent, rows)
+                d = logit_gradient(z, targets[rows], columns, norm[rows], g_logps[rows], ent, g_ent, rows)
                 d *= spec.form.scale / spec.temperature
                 if slope is not None:
                     d *= slope
@@ -147,6 +126,35 @@ class _TiledHead(torch.autograd.Function):
             if d_bias is not None:
                 d_bias[columns] = db
         return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None
+
+
+def forward_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: HeadSpec
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """([n] log-probs of the targets, [n] log sum exp of the logits, [n] entropies if asked), in one walk."""
+    n, states = len(targets), hidden.to(spec.dtype)
+    stats = stats_dtype(hidden)
+    top = torch.full((n,), -torch.inf, dtype=stats, device=hidden.device)
+    total, weighted, picked = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top)
+    for columns, row_blocks in tiles(n, weight.shape[0], spec.tile_bytes):
+        w, b = cut_columns(weight, bias, columns, spec.dtype)
+        for rows in row_blocks:
+            z, _ = tile_logits(states[rows], w, b, spec, stats)
+            picked[rows] = torch.where(*_at_target(targets[rows], columns, z), picked[rows])
+            new_top = torch.maximum(top[rows], z.amax(-1))
+            shift = top[rows] - new_top  # <= 0; -inf on the first tile, where the sums are still 0
+            z -= new_top[:, None]
+            e = z.exp()
+            if entropy:
+                # sums are relative to the running maximum, so moving it by `shift` moves the weighted sum too
+                moved = torch.where(total[rows] > 0, weighted[rows] + shift * total[rows], total[rows])
+                weighted[rows] = shift.exp() * moved + (e * z).sum(-1)
+            total[rows] = shift.exp() * total[rows] + e.sum(-1)
+            top[rows] = new_top
+    log_total = total.log()
+    norm = top + log_total
+    ent = log_total - weighted / total if entropy else None
+    return picked - norm, norm, ent
 
 
 def stats_dtype(hidden: Tensor) -> torch.dtype:
@@ -196,7 +204,7 @@ def _at_target(targets: Tensor, columns: slice, z: Tensor) -> tuple[Tensor, Tens
     return inside, z.gather(1, local.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
 
 
-def _logit_gradient(
+def logit_gradient(
     z: Tensor,
     targets: Tensor,
     columns: slice,
