@@ -1,7 +1,8 @@
-"""Advantages from rewards: group-relative estimators over completions, and GAE over tokens.
+"""Advantages of completions, from rewards: group-relative estimators. Those of tokens are in `alignment.gae`.
 
-A group-relative estimator is a function `RewardTable -> [N]`. To add one, write it and name it in YAML by its import
-path (`model.advantage: my_file.my_advantage`), or register it with `@ADVANTAGES.register("name")`.
+A group-relative estimator is a function `RewardTable -> [N]`; one that normalises rewards apart returns `Decoupled`. To
+add one, write it and name it in YAML by its import path (`model.advantage: my_file.my_advantage`), or register it with
+`@ADVANTAGES.register("name")`.
 
 Rules for every estimator:
 * NaN means that a reward did not apply. It is left out of sums, means and deviations; it is never 0. A completion
@@ -10,20 +11,19 @@ Rules for every estimator:
   exactly 0: dividing rounding errors by a small deviation would invent a signal.
 * Deviations are unbiased (ddof 1). Statistics of the batch are over all ranks, before any cut into mini-batches.
 
-Shapes: P groups, N completions, K rewards, C tokens (legend of `alignment.batches`).
+Shapes: P groups, N completions, K rewards (legend of `alignment.batches`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from alignment import distributed
-from alignment.batches import GroupBatch
 from alignment.named import Registry
 
 FLAT = 1e-6  # relative range below which values count as equal
@@ -53,20 +53,25 @@ class RewardTable:
         weights: [K] of the rewards in the summed score.
         group_of: [N] the group of each completion, 0 to groups - 1.
         groups: P.
+        penalty: [N] subtracted from the summed score (coefficient times KL). None: nothing is.
+        lengths: [N] scored tokens of each completion, for estimators that weigh by them.
     """
 
     rewards: Tensor
     weights: Tensor
     group_of: Tensor
     groups: int
+    penalty: Tensor | None = None
+    lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         n, k = self.rewards.shape
-        if self.weights.shape != (k,) or self.group_of.shape != (n,):
-            raise ValueError(
-                f"rewards are {n} completions by {k} rewards; weights {tuple(self.weights.shape)} and group_of "
-                f"{tuple(self.group_of.shape)} do not fit"
-            )
+        for name, size in (("weights", k), ("group_of", n), ("penalty", n), ("lengths", n)):
+            given: Tensor | None = getattr(self, name)
+            if given is not None and given.shape != (size,):
+                raise ValueError(
+                    f"rewards are {n} completions by {k} rewards; {name} is {tuple(given.shape)}, it must be ({size},)"
+                )
 
     @classmethod
     def of_scores(cls, scores: Tensor, group_of: Tensor, groups: int | None = None) -> RewardTable:
@@ -78,9 +83,10 @@ class RewardTable:
 
     @property
     def scores(self) -> Tensor:
-        """[N] weighted sum of the rewards that apply, NaN where none does."""
+        """[N] weighted sum of the rewards that apply, minus the penalty; NaN where none does."""
         applies = ~self.rewards.isnan()
         total = torch.where(applies, self.rewards * self.weights, 0.0).sum(1)
+        total = total if self.penalty is None else total - self.penalty
         return torch.where(applies.any(1), total, torch.nan)
 
     def stats(self, values: Tensor) -> GroupStats:
@@ -106,8 +112,37 @@ class RewardTable:
         used = ~values.isnan() & ~stats.flat[self.group_of]
         return torch.where(used, values - stats.mean[self.group_of], 0.0)
 
+    def largest(self, values: Tensor) -> Tensor:
+        """[P] the largest value of each group, 0 where a group is empty."""
+        empty = torch.zeros(self.groups, dtype=values.dtype, device=values.device)
+        return empty.scatter_reduce(0, self.group_of, values, "amax", include_self=False)
 
-Estimator = Callable[..., Tensor]
+    def normalised(self, values: Tensor, eps: float) -> Tensor:
+        """[N] (value - mean) / (std + eps) of the group; exactly 0 where there is no value and in flat groups."""
+        stats = self.stats(values)
+        return divided(self.centred(values, stats), (stats.std + eps)[self.group_of])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoupled:
+    """Advantages from rewards that were normalised apart, and what they were made of.
+
+    Args:
+        each: [N, K] every reward normalised within its group; 0 where it abstained or does not differ in the group.
+        summed: [N] weighted sum of these: the advantage before normalisation over the batch.
+        deviation: 0-dim, what that normalisation divided by; 1 where there is none.
+        values: [N] the advantage.
+        warning: what is wrong with the batch as a whole, "" if nothing.
+    """
+
+    each: Tensor
+    summed: Tensor
+    deviation: Tensor
+    values: Tensor
+    warning: str = ""
+
+
+Estimator = Callable[..., Tensor | Decoupled]
 """fn(table: RewardTable, *, settings) -> [N] advantages; whatever it returns for a completion without reward is 0."""
 
 ADVANTAGES: Registry[Estimator] = Registry("advantage")
@@ -119,15 +154,18 @@ def spread(values: Tensor) -> Tensor:
     return known.std() if len(known) > 1 else values.new_zeros(())
 
 
+def divided(values: Tensor, deviation: Tensor) -> Tensor:
+    """values / deviation; 0 where the deviation is, which then has nothing to divide."""
+    return torch.where(deviation > 0, values / deviation, 0.0)
+
+
 # ---------------------------------------------------------------------- group-relative estimators
 
 
 @ADVANTAGES.register("group")
 def group(table: RewardTable, *, eps: float = 1e-4) -> Tensor:
     """(s - mean_g) / (std_g + eps): GRPO, Shao et al. 2024 (arXiv 2402.03300); eps as in TRL, 1e-6 in verl."""
-    scores = table.scores
-    stats = table.stats(scores)
-    return table.centred(scores, stats) / (stats.std + eps)[table.group_of]
+    return table.normalised(table.scores, eps)
 
 
 @ADVANTAGES.register("none")
@@ -142,7 +180,7 @@ def batch(table: RewardTable, *, eps: float = 1e-4) -> Tensor:
     """(s - mean_g) / (std of all s + eps): Lite-PPO, Liu et al. 2025 (arXiv 2508.08221). The deviation is that of the
     scores themselves, not of the centred ones."""
     scores = table.scores
-    return table.centred(scores, table.stats(scores)) / (spread(scores) + eps)
+    return divided(table.centred(scores, table.stats(scores)), spread(scores) + eps)
 
 
 @ADVANTAGES.register("rloo")
@@ -164,7 +202,7 @@ def rloo(table: RewardTable, *, scale: Literal["none", "group", "batch"] = "none
         deviation = spread(torch.where(scores.isnan(), torch.nan, values))
     else:
         raise ValueError(f"scale {scale!r} is not known; use none, group or batch")
-    return (values / (deviation + eps)).clamp(-SCALED_BOUND, SCALED_BOUND)
+    return divided(values, deviation + eps).clamp(-SCALED_BOUND, SCALED_BOUND)
 
 
 @ADVANTAGES.register("reinforce_pp")
@@ -177,7 +215,85 @@ def reinforce_pp(table: RewardTable, *, eps: float = 1e-8) -> Tensor:
     """
     scores = table.scores
     values = table.centred(scores, table.stats(scores))
-    return values / (spread(torch.where(scores.isnan(), torch.nan, values)) ** 2 + eps).sqrt()
+    return divided(values, (spread(torch.where(scores.isnan(), torch.nan, values)) ** 2 + eps).sqrt())
+
+
+# ---------------------------------------------------------------------- rewards normalised apart
+
+Whiten = Literal["sequence", "token", "none"]
+
+
+@ADVANTAGES.register("gdpo")
+def gdpo(
+    table: RewardTable, *, whiten: Whiten = "sequence", eps: float = 1e-4, batch_eps: float | None = None
+) -> Decoupled:
+    """Group reward-decoupled normalisation: GDPO, Liu et al. 2026 (arXiv 2601.05242), equations 4, 6 and 7.
+
+        A_k = (r_k - mean_g r_k) / (std_g r_k + eps)      S = sum_k w_k A_k      A = (S - mean S) / (std S + eps)
+
+    A reward that abstained on a completion is missing from its sum. Terms that cancel but for rounding sum to exactly
+    0. The last step goes over all completions with a reward, of all ranks; its mean is 0 by construction and is not
+    subtracted. One reward needs no second step: it gives `group` of it. A penalty (KL) is no reward: centred in its
+    group, but not normalised, it is subtracted at the end, so that its coefficient is relative to advantages of
+    deviation 1, as in the loss.
+
+    Args:
+        whiten: `sequence` as above; `none` stops at S; `token` takes mean and variance over tokens, as verl does: long
+            completions then weigh more, and completions with S = 0 get an advantage.
+        eps: as in TRL; 1e-6 in verl and NeMo-RL.
+        batch_eps: added to the deviation of the batch, as `eps` unless given (0 in NeMo-RL); under `token` to its
+            variance, 1e-8 unless given.
+    """
+    rewards, weights = table.rewards, table.weights
+    if rewards.shape[1] == 1:
+        rewards, weights, whiten = rewards * weights, torch.ones_like(weights), "none"
+    each = torch.stack([table.normalised(reward, eps) for reward in rewards.T], dim=1)
+    summed = _summed(table, each * weights)
+    known = ~table.rewards.isnan().all(1)
+    mean, deviation = summed.new_zeros(()), summed.new_ones(())
+    if whiten == "sequence":
+        deviation = spread(torch.where(known, summed, torch.nan)) + (eps if batch_eps is None else batch_eps)
+    elif whiten == "token":
+        mean, deviation = _over_tokens(table, summed, known, 1e-8 if batch_eps is None else batch_eps)
+    elif whiten != "none":
+        raise ValueError(f"whiten {whiten!r} is not known; use {', '.join(get_args(Whiten))}")
+    values = divided(torch.where(known, summed - mean, 0.0), deviation)
+    if table.penalty is not None:
+        penalty = torch.where(known, table.penalty, torch.nan)
+        values = values - table.centred(penalty, table.stats(penalty))
+    active = len(set(table.group_of[summed != 0].tolist()))
+    warning = FEW_GROUPS if whiten != "none" and table.groups and active < 2 else ""
+    return Decoupled(each=each, summed=summed, deviation=deviation, values=values, warning=warning)
+
+
+FEW_GROUPS = (
+    "fewer than two groups of a batch have a signal: normalising over the batch then undoes how strong it is; use more "
+    "prompts a batch (data.batch_size), or replace dead groups (model.dynamic_sampling)"
+)
+
+
+def _summed(table: RewardTable, terms: Tensor) -> Tensor:
+    """[N, K] -> [N] sums, exactly 0 where terms cancel but for rounding: of the rewards in a whole group, of the
+    arithmetic in a completion."""
+    total = terms.sum(1)
+    size = table.largest(terms.abs().sum(1))
+    silent = table.largest(total.abs()) <= FLAT * size
+    return torch.where(silent[table.group_of] | (total.abs() <= 1e-12 * size[table.group_of]), 0.0, total)
+
+
+def _over_tokens(table: RewardTable, summed: Tensor, known: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(mean, deviation) of a value per completion over the tokens of all of them, ddof 1; deviation 0 if there is no
+    variance."""
+    if table.lengths is None:
+        raise ValueError("whiten 'token' needs the lengths of the completions: RewardTable(lengths=...)")
+    tokens = torch.where(known, table.lengths, 0).to(summed.dtype)
+    count = tokens.sum()
+    mean = (tokens * summed).sum() / count.clamp(min=1)
+    variance = (tokens * (summed - mean) ** 2).sum() / (count - 1).clamp(min=1)
+    return mean, torch.where(variance > 0, (variance + eps).sqrt(), 0.0)
+
+
+# ---------------------------------------------------------------------- over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +308,7 @@ class Advantages:
         informative: [P, K] bool: the reward differs within the group. What dynamic sampling goes by: two rewards that
             cancel in the sum still are a signal.
         warning: what is wrong with the batch as a whole, "" if nothing.
+        parts: what `values` were made of, from an estimator that says so.
     """
 
     values: Tensor
@@ -199,6 +316,7 @@ class Advantages:
     active: Tensor
     informative: Tensor
     warning: str
+    parts: Decoupled | None
 
 
 def estimate(estimator: Estimator, table: RewardTable) -> Advantages:
@@ -208,7 +326,9 @@ def estimate(estimator: Estimator, table: RewardTable) -> Advantages:
     Raises ValueError when the estimator does not return one number per completion.
     """
     whole, rows, groups = all_ranks(table)
-    values = estimator(whole)
+    found = estimator(whole)
+    parts = found if isinstance(found, Decoupled) else None
+    values = found.values if isinstance(found, Decoupled) else found
     if values.shape != whole.group_of.shape:
         raise ValueError(
             f"the advantage estimator returned {tuple(values.shape)} for {len(whole.group_of)} completions; it must "
@@ -220,94 +340,49 @@ def estimate(estimator: Estimator, table: RewardTable) -> Advantages:
     active[whole.group_of[values != 0]] = True
     counts = whole.stats(whole.scores).count
     alone = whole.groups > 0 and bool((counts < 2).all())
+    warning = "no group has two completions with a reward, so every advantage is 0: sample more" if alone else ""
     device = table.rewards.device
     return Advantages(
         values=values[rows].float().to(device),
         valid=valid[rows].to(device),
         active=active[groups].to(device),
         informative=whole.informative()[groups].to(device),
-        warning="no group has two completions with a reward, so every advantage is 0: sample more" if alone else "",
+        warning=warning or (parts.warning if parts is not None else ""),
+        parts=None if parts is None else _of_rows(parts, rows, device),
     )
+
+
+def _of_rows(parts: Decoupled, rows: slice, device: torch.device) -> Decoupled:
+    """In float32, of these completions."""
+    mine = {name: getattr(parts, name)[rows].float().to(device) for name in ("each", "summed", "values")}
+    return replace(parts, **mine, deviation=parts.deviation.float().to(device))
 
 
 def all_ranks(table: RewardTable) -> tuple[RewardTable, slice, slice]:
     """(the table of all ranks in float64 on the CPU, this rank's rows of it, this rank's groups of it)."""
-    mine = (table.rewards.double().cpu(), table.group_of.cpu(), table.groups)
-    parts: list[tuple[Tensor, Tensor, int]] = distributed.all_gather_objects(mine)  # type: ignore[assignment]
-    before = parts[: distributed.rank()]
-    row, first = sum(len(p[1]) for p in before), sum(p[2] for p in before)
-    offsets = [sum(p[2] for p in parts[:i]) for i in range(len(parts))]
-    whole = RewardTable(
-        rewards=torch.cat([p[0] for p in parts]),
+    mine = replace(
+        table,
+        rewards=table.rewards.double().cpu(),
         weights=table.weights.double().cpu(),
-        group_of=torch.cat([p[1] + offset for p, offset in zip(parts, offsets, strict=True)]),
-        groups=sum(p[2] for p in parts),
+        group_of=table.group_of.cpu(),
+        penalty=None if table.penalty is None else table.penalty.double().cpu(),
+        lengths=None if table.lengths is None else table.lengths.cpu(),
     )
-    return whole, slice(row, row + len(mine[1])), slice(first, first + table.groups)
+    parts: list[RewardTable] = distributed.all_gather_objects(mine)  # type: ignore[assignment]
+    before = parts[: distributed.rank()]
+    row, first = sum(len(p.group_of) for p in before), sum(p.groups for p in before)
+    offsets = [sum(p.groups for p in parts[:i]) for i in range(len(parts))]
+    whole = replace(
+        mine,
+        rewards=torch.cat([p.rewards for p in parts]),
+        group_of=torch.cat([p.group_of + offset for p, offset in zip(parts, offsets, strict=True)]),
+        groups=sum(p.groups for p in parts),
+        penalty=_joined([p.penalty for p in parts]),
+        lengths=_joined([p.lengths for p in parts]),
+    )
+    return whole, slice(row, row + len(mine.group_of)), slice(first, first + table.groups)
 
 
-# ---------------------------------------------------------------------- tokens
-
-
-def token_rewards(batch: GroupBatch, scores: Tensor, penalty: Tensor | None = None) -> Tensor:
-    """[N] scores -> [C] rewards: each score on the last scored token of its completion, minus `penalty` [C] (for
-    example beta k1) on every scored token; 0 elsewhere. A NaN score adds nothing, an empty completion has no place.
-    """
-    rewards = torch.zeros(len(batch.completion_ids), dtype=torch.float32, device=batch.device)
-    if penalty is not None:
-        rewards = torch.where(batch.scored, rewards - penalty, rewards)
-    place = torch.where(batch.scored, torch.arange(len(rewards), device=batch.device), -1)
-    last = torch.full((batch.num_completions,), -1, dtype=torch.int64, device=batch.device)
-    last = last.scatter_reduce(0, batch.row_of(), place, "amax")
-    used = (last >= 0) & ~scores.isnan()
-    return rewards.index_add(0, last[used], scores[used].to(rewards.dtype))
-
-
-def gae(
-    batch: GroupBatch, rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of every scored token, each [C] float32 and 0 at unscored tokens.
-
-        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   R_t = A_t + V_t
-
-    t + 1 is the next *scored* token of the completion; after the last one V and A are 0. Schulman et al. 2016
-    (arXiv 1506.02438).
-
-    Args:
-        rewards: [C]. values: [C], the value of the state before each token; anything at unscored tokens.
-    """
-    lengths = batch.scored_lengths()
-    width = int(lengths.max()) if len(lengths) else 0
-    row = batch.row_of()[batch.scored]
-    starts = lengths.cumsum(0) - lengths
-    column = torch.arange(len(row), device=batch.device) - starts[row]
-    grid = torch.zeros(2, width + 1, batch.num_completions, dtype=torch.float64, device=batch.device)
-    grid[0, column, row] = rewards.detach()[batch.scored].double()
-    grid[1, column, row] = values.detach()[batch.scored].double()
-    reward, value = grid
-    advantage = torch.zeros_like(value)
-    for t in reversed(range(width)):  # beyond a completion's end the grid holds 0: what follows its last token
-        delta = reward[t] + gamma * value[t + 1] - value[t]
-        advantage[t] = delta + gamma * lam * advantage[t + 1]
-    return _place(batch, advantage[column, row]), _place(batch, (advantage + value)[column, row])
-
-
-def _place(batch: GroupBatch, scored_values: Tensor) -> Tensor:
-    out = torch.zeros(len(batch.completion_ids), dtype=torch.float32, device=batch.device)
-    out[batch.scored] = scored_values.float()
-    return out
-
-
-def whiten(values: Tensor, scored: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[C] -> (values - mean) / sqrt(var + eps) over the scored tokens of all ranks (ddof 1), 0 elsewhere. A collective.
-
-    Equal values and a single value give 0.
-    """
-    kept = torch.where(scored, values, 0.0).double()
-    count, total = distributed.all_reduce_sum(torch.stack([scored.sum().double(), kept.sum()]))
-    mean = total / count.clamp(min=1)
-    centred = torch.where(scored, kept - mean, 0.0)
-    squares, largest = distributed.all_reduce_sum((centred**2).sum()), centred.abs().max() if len(centred) else mean * 0
-    flat = not distributed.any_rank(bool(largest > FLAT * mean.abs().clamp(min=1)), values.device)
-    variance = squares / (count - 1).clamp(min=1)
-    return torch.zeros_like(values) if flat else (centred / (variance + eps).sqrt()).to(values.dtype)
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """What every rank has or none has."""
+    return None if parts[0] is None else torch.cat([part for part in parts if part is not None])

@@ -1,7 +1,8 @@
 """Sampled completions on their way from a rollout to an update: one GroupBatch that gathers what is known of it.
 
 Row tensors [N]     `reward/NAME` each reward, NaN where it abstained; `truncated` 1 where the length limit ended it;
-                    `advantage` what the algorithm made of the rewards
+                    `advantage` what the algorithm made of the rewards; `advantage_before` what that was before
+                    normalisation over the batch, where rewards are normalised apart
 Token tensors [C]   `sampler_logps`; `ref_logps`; those of `alignment.objective`; an algorithm's own (values, returns)
 
 So whatever cuts a batch (minibatches, micro-batches, dynamic sampling) cuts all of it.
@@ -28,6 +29,7 @@ from alignment.rewards.protocol import Texts
 
 TRUNCATED = "truncated"
 ADVANTAGE = "advantage"
+BEFORE = "advantage_before"
 REF_LOGPS = "ref_logps"
 ENTROPY = "entropy"
 
@@ -53,17 +55,7 @@ def table_of(batch: GroupBatch, names: Sequence[str], weights: Tensor) -> Reward
         weights=weights.to(batch.device),
         group_of=batch.group_of,
         groups=batch.num_prompts,
-    )
-
-
-def with_penalty(table: RewardTable, penalty: Tensor, coefficient: float) -> RewardTable:
-    """The table with one more reward, -penalty [N], of weight `coefficient`. A completion without any other reward has
-    none of this one either."""
-    known = ~table.rewards.isnan().all(dim=1)
-    column = torch.where(known, -penalty.to(table.rewards), torch.nan)
-    weight = table.weights.new_tensor([coefficient])
-    return replace(
-        table, rewards=torch.cat([table.rewards, column[:, None]], 1), weights=torch.cat([table.weights, weight])
+        lengths=batch.scored_lengths(),
     )
 
 

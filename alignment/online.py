@@ -29,6 +29,7 @@ from alignment.chat import end_ids
 from alignment.errors import UserError
 from alignment.experience import (
     ADVANTAGE,
+    BEFORE,
     TRUNCATED,
     completion_metrics,
     evaluation_metrics,
@@ -321,7 +322,7 @@ class OnlineMixin(PenalisedMixin):
     def _reward_metrics(self, batch: GroupBatch, table: RewardTable) -> Metrics:
         labels = strata_of(batch)
         strata = labels if any(labels) else None
-        return reward_metrics(table, batch.rows[ADVANTAGE], self.suite.names, strata)
+        return reward_metrics(table, batch.rows[ADVANTAGE], self.suite.names, strata, batch.rows.get(BEFORE))
 
     def note_batch_size(self, groups: float) -> None:
         """Completions count here, not prompts."""

@@ -7,7 +7,10 @@ adv/zero_std/NAME                  the same for one reward: what collapses when 
 adv/active_groups                  groups with an advantage that is not 0
 adv/distinct                       distinct advantages in a group, mean over groups
 adv/batch_std                      deviation of the advantages over the batch
-adv/corr/NAME                      correlation of the advantages with the reward's own group-normalised values
+adv/corr/NAME                      correlation of the advantages with the reward's own group-normalised values, over the
+                                   completions it applies to
+adv/before/abs_mean, .../abs_max   size of the advantages before they were normalised over the batch, where they are;
+adv/after/abs_mean, .../abs_max    and after it. `active_groups` and `batch_std` are then of those before.
 strata/LABEL/reward, .../zero_std, .../share
                                    per difficulty: mean score, share of groups without signal, share of the groups
 """
@@ -15,6 +18,7 @@ strata/LABEL/reward, .../zero_std, .../share
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +29,25 @@ from alignment.metrics import Metrics
 
 
 def reward_metrics(
-    table: RewardTable, values: Tensor, names: Sequence[str], strata: Sequence[str] | None = None
+    table: RewardTable,
+    values: Tensor,
+    names: Sequence[str],
+    strata: Sequence[str] | None = None,
+    before: Tensor | None = None,
 ) -> Metrics:
     """Metrics over all ranks, the same on each. A collective: every rank calls it, also with an empty table.
 
     Args:
         values: [N] advantages. names: K names of rewards. strata: P labels of this rank's groups.
+        before: [N] the advantages before normalisation over the batch, where there is one; on every rank or on none.
     """
     whole = all_ranks(table)[0]
     if not whole.groups:
         return {}
-    parts = distributed.all_gather_objects((values.double().cpu(), list(strata or ())))
-    advantages = torch.cat([part[0] for part in parts])  # type: ignore[index]
-    labels = [label for part in parts for label in part[1]]  # type: ignore[index]
+    steps = [step.double().cpu() for step in (values, values if before is None else before)]
+    parts: Any = distributed.all_gather_objects((steps, list(strata or ())))
+    advantages, first = (torch.cat(step) for step in zip(*(part[0] for part in parts), strict=True))
+    labels = [label for part in parts for label in part[1]]
     scores = whole.scores
     stats = whole.stats(scores)
     known = stats.count > 1
@@ -45,30 +55,37 @@ def reward_metrics(
         "reward": _mean(scores),
         "reward_std": _mean(stats.std[known]),
         "frac_reward_zero_std": _mean(stats.flat.double()),
-        **_advantages(whole, advantages),
+        **_advantages(whole, advantages, first),
     }
+    if before is not None and not scores.isnan().all():
+        out |= _sizes("before", first[~scores.isnan()]) | _sizes("after", advantages[~scores.isnan()])
     for name, reward in zip(names, whole.rewards.T, strict=True):
         own = whole.stats(reward)
         out[f"rewards/{name}/mean"] = _mean(reward)
         out[f"rewards/{name}/std"] = spread(reward)
         out[f"adv/zero_std/{name}"] = _mean(own.flat.double())
-        normalised = whole.centred(reward, own) / (own.std + 1e-4)[whole.group_of]
-        out[f"adv/corr/{name}"] = _correlation(normalised, advantages)
+        applies = ~reward.isnan()
+        out[f"adv/corr/{name}"] = _correlation(whole.normalised(reward, 1e-4)[applies], advantages[applies])
     out |= _strata(whole, labels)
     one = torch.ones((), dtype=torch.float64)
     return {name: (value, one) for name, value in out.items() if not value.isnan()}
 
 
-def _advantages(whole: RewardTable, values: Tensor) -> dict[str, Tensor]:
-    rounded = torch.stack([whole.group_of.double(), (values * 1e6).round()], dim=1)
+def _advantages(whole: RewardTable, values: Tensor, before: Tensor) -> dict[str, Tensor]:
+    scored = ~whole.scores.isnan()
+    rounded = torch.stack([whole.group_of.double(), (values * 1e6).round()], dim=1)[scored]
     distinct = torch.unique(rounded, dim=0)
     active = torch.zeros(whole.groups, dtype=torch.float64)
-    active[whole.group_of[values != 0]] = 1.0
+    active[whole.group_of[before != 0]] = 1.0
     return {
         "adv/active_groups": active.sum(),
         "adv/distinct": torch.tensor(len(distinct) / whole.groups, dtype=torch.float64),
-        "adv/batch_std": spread(values),
+        "adv/batch_std": spread(torch.where(scored, before, torch.nan)),
     }
+
+
+def _sizes(step: str, values: Tensor) -> dict[str, Tensor]:
+    return {f"adv/{step}/abs_mean": values.abs().mean(), f"adv/{step}/abs_max": values.abs().max()}
 
 
 def _strata(whole: RewardTable, labels: Sequence[str]) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
 """One LightningModule per algorithm, each importable as `modules.Name`."""
 
 from modules.dpo import DPO
+from modules.gdpo import GDPO
 from modules.grpo import GRPO
 from modules.ppo import PPO
 from modules.reward_model import RewardModel
 from modules.sft import SFT
 
-__all__ = ["DPO", "GRPO", "PPO", "SFT", "RewardModel"]
+__all__ = ["DPO", "GDPO", "GRPO", "PPO", "SFT", "RewardModel"]

@@ -3,15 +3,17 @@
     A_i = (s_i - mean_g s) / (std_g s + eps)              s: weighted sum of the rewards of completion i of group g
     L   = sum over tokens of -min(r A, clip(r, 1 - e, 1 + e) A) / tokens of the batch + beta KL(pi || pi_ref)
 
-The advantage is one of `alignment.advantages` (group, none: Dr.GRPO, batch: Lite-PPO, rloo, reinforce_pp), the loss one
-of `alignment.policy_losses` (clip, clip_higher: DAPO, dual_clip, delta, gspo, cispo, sapo), either also a function of
-your own by import path. The defaults differ from the paper in two ways: a token mean over the whole update instead of a
-mean of per-completion means, and beta 0, under which completions without an advantage are skipped, with the same
-gradient. `configs/presets/grpo_paper.yaml` is the paper's form; beside it are those of the papers named above.
+The advantage is one of `alignment.advantages` (group, none: Dr.GRPO, batch: Lite-PPO, rloo, reinforce_pp, gdpo: see
+modules.GDPO), the loss one of `alignment.policy_losses` (clip, clip_higher: DAPO, dual_clip, delta, gspo, cispo, sapo),
+either also a function of your own by import path. The defaults differ from the paper in two ways: a token mean over the
+whole update instead of a mean of per-completion means, and beta 0, under which completions without an advantage are
+skipped, with the same gradient. `configs/presets/grpo_paper.yaml` is the paper's form; beside it are those of the
+papers named above.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -20,7 +22,7 @@ from torch import Tensor
 from alignment import policy_losses
 from alignment.advantages import ADVANTAGES, RewardTable, estimate
 from alignment.batches import GroupBatch
-from alignment.experience import ADVANTAGE, unscored, with_penalty, without_signal
+from alignment.experience import ADVANTAGE, BEFORE, unscored, without_signal
 from alignment.metrics import Metrics
 from alignment.objective import PolicyObjective
 from alignment.online import OnlineMixin
@@ -71,10 +73,11 @@ class GRPO(OnlineMixin, L.LightningModule):
 
     def credit(self, batch: GroupBatch, table: RewardTable) -> GroupBatch:
         if self.kl.in_reward:
-            table = with_penalty(table, self.completion_kl(batch), self.kl.coefficient)
+            table = replace(table, penalty=self.kl.coefficient * self.completion_kl(batch))
         found = estimate(self.advantage, table)
         self.warn_once(found.warning)
-        return unscored(batch.with_rows(**{ADVANTAGE: found.values}), ~found.valid)
+        rows = {ADVANTAGE: found.values} | ({} if found.parts is None else {BEFORE: found.parts.summed})
+        return unscored(batch.with_rows(**rows), ~found.valid)
 
     def update_part(self, part: GroupBatch) -> None:
         counts = Counts.of(part)

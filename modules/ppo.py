@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from alignment import memory
-from alignment.advantages import RewardTable, gae, token_rewards, whiten
+from alignment.advantages import RewardTable
 from alignment.batches import GroupBatch
 from alignment.critic import Critic, CriticConfig
 from alignment.errors import UserError
 from alignment.experience import ADVANTAGE, TRUNCATED, return_metrics, unscored
+from alignment.gae import gae, token_rewards, whiten
 from alignment.logprobs import TokenStats, evaluating
 from alignment.metrics import Metrics, mean_of
 from alignment.objective import PolicyObjective

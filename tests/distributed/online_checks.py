@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alignment.advantages import ADVANTAGES, RewardTable, estimate, whiten
+from alignment.advantages import ADVANTAGES, RewardTable, estimate
 from alignment.batches import Group, GroupBatch
+from alignment.gae import whiten
 from alignment.policy_losses import entropy_threshold, explained_variance
 from alignment.prompting import fill, prompts_of
 from alignment.reward_metrics import reward_metrics

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alignment.advantages import ADVANTAGES, RewardTable, estimate, gae, token_rewards, whiten
+from alignment.advantages import ADVANTAGES, RewardTable, estimate
 from alignment.batches import Group, GroupBatch
+from alignment.gae import gae, token_rewards, whiten
 from alignment.reward_metrics import reward_metrics
 
 NAN = float("nan")
