@@ -10,7 +10,8 @@ import path as the name (`loss: my_losses.squared_hinge`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,12 +93,16 @@ class PairLogRatios:
     Args:
         chosen, rejected: [P] sum over scored tokens of log pi(token) - log pi_ref(token), in nats.
         chosen_tokens, rejected_tokens: [P] scored tokens of each completion, at least 1.
+        margin: [P] sum over other objectives of weight times (reward of the chosen - reward of the rejected), for
+            losses that have any. share: the weight that they leave to what the preferences are about.
     """
 
     chosen: Tensor
     rejected: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
+    margin: Tensor | None = None
+    share: float = 1.0
 
     @property
     def delta(self) -> Tensor:
@@ -115,22 +120,26 @@ DPOLossFn = Callable[[PairLogRatios, float, float], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOLoss:
-    """A registered loss: `fn(pairs, beta, label_smoothing) -> [P]`, for label_smoothing in [0, max_smoothing)."""
+    """A registered loss: `fn(pairs, beta, label_smoothing) -> [P]`, for label_smoothing in [0, max_smoothing), and
+    whether it needs `PairLogRatios.margin`."""
 
     fn: DPOLossFn
     max_smoothing: float
+    margins: bool = False
 
 
 DPO_LOSSES: dict[str, DPOLoss] = {}
 
 
-def dpo_loss(name: str, *, max_smoothing: float = 0.0) -> Callable[[DPOLossFn], DPOLossFn]:
+def dpo_loss(
+    name: str, *, max_smoothing: float = 0.0, margins: bool = False
+) -> Callable[[DPOLossFn], DPOLossFn]:
     """Register a preference loss. `max_smoothing` 0 means that the loss has no use for label smoothing."""
 
     def register(fn: DPOLossFn) -> DPOLossFn:
         if name in DPO_LOSSES:
             raise ValueError(f"a preference loss called {name!r} exists already")
-        DPO_LOSSES[name] = DPOLoss(fn=fn, max_smoothing=max_smoothing)
+        DPO_LOSSES[name] = DPOLoss(fn=fn, max_smoothing=max_smoothing, margins=margins)
         return fn
 
     return register
@@ -154,6 +163,40 @@ def check_dpo_loss(name: str, beta: float, label_smoothing: float) -> DPOLossFn:
     if label_smoothing and not 0 <= label_smoothing < loss.max_smoothing:
         raise UserError(f"{name!r} needs 0 <= label_smoothing < {loss.max_smoothing}, got {label_smoothing}")
     return loss.fn
+
+
+def check_margins(name: str, margins: Mapping[str, float]) -> None:
+    """Raise UserError unless the loss called `name` goes with these columns and weights."""
+    known = DPO_LOSSES.get(name)
+    if known is not None and known.margins != bool(margins):
+        users = ", ".join(sorted(n for n, entry in DPO_LOSSES.items() if entry.margins))
+        if margins:
+            raise UserError(f"preference loss {name!r} does not use margins ({', '.join(margins)}); these do: {users}")
+        raise UserError(f"preference loss {name!r} needs margins: data column -> weight, for example {{brevity: 0.3}}")
+    if not all(weight > 0 for weight in margins.values()) or not sum(margins.values()) < 1:
+        given = ", ".join(f"{column} {weight:g}" for column, weight in margins.items())
+        raise UserError(f"margins have weights {given}; each is above 0, and together they leave a share of 1")
+
+
+def margin_of(batch: GroupBatch, weights: Mapping[str, float]) -> Tensor:
+    """[P] sum over data columns of weight * value, the difference between chosen and rejected in another reward.
+
+    Raises UserError naming the row and the column that has no number.
+    """
+    total = torch.zeros(batch.num_prompts, dtype=torch.float32, device=batch.device)
+    for name, weight in weights.items():
+        if name in batch.rows:
+            total = total + weight * batch.pair(batch.rows[name])[0]
+            continue
+        values = [columns.get(name) for columns in batch.columns or ({},) * batch.num_prompts]
+        for index, value in zip(batch.group_index.tolist(), values, strict=True):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(
+                    f"row {index} has {value!r} in column '{name}', which margins names; it must be a number: the "
+                    "reward of the chosen completion minus that of the rejected one"
+                )
+        total = total + weight * torch.tensor(values, dtype=torch.float32, device=batch.device)
+    return total
 
 
 def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
@@ -198,6 +241,14 @@ def _robust(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
     is flipped: Chowdhury et al. 2024 (arXiv 2403.00409)."""
     logits = beta * pairs.delta
     return (-(1 - smoothing) * F.logsigmoid(logits) + smoothing * F.logsigmoid(-logits)) / (1 - 2 * smoothing)
+
+
+@dpo_loss("modpo", max_smoothing=0.5, margins=True)
+def _modpo(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+    """-log sigmoid((beta delta - margin) / share): the preferences' own objective learns what the other objectives'
+    rewards, weighted, do not explain. Zhou et al. 2024 (arXiv 2310.03708)."""
+    assert pairs.margin is not None, "margins are checked when the loss is chosen"
+    return _smoothed((beta * pairs.delta - pairs.margin) / pairs.share, smoothing)
 
 
 def length_desensitised(batch: GroupBatch, alpha: float) -> Tensor:

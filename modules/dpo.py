@@ -3,10 +3,14 @@
     c = sum_t log pi(y_w,t) - log pi_ref(y_w,t),  j likewise for y_l,  delta = c - j
     L = mean over pairs of f(beta, delta) + sft_weight * -log pi(y_w) / |y_w|
 
-f is one of `alignment.losses.DPO_LOSSES` (sigmoid, hinge, ipo, ipo_sum, robust, sigmoid_norm); sigmoid with
+f is one of `alignment.losses.DPO_LOSSES` (sigmoid, hinge, ipo, ipo_sum, robust, sigmoid_norm, modpo); sigmoid with
 label_smoothing is cDPO. `ld_alpha` weighs tokens beyond the length both completions share (LD-DPO, arXiv 2409.06411),
 in policy and reference alike. The second term is that of Pang et al. 2024 (arXiv 2404.19733): a mean over pairs, so it
 mixes correctly whatever the micro-batches are. Prompts never enter; the end of text does.
+
+With loss modpo (MODPO, arXiv 2310.03708) other objectives take part by their rewards m, of which the data holds the
+differences: delta becomes (delta - sum_k w_k (m_k,w - m_k,l) / beta) / (1 - sum_k w_k).
+
 Deviations: IPO comes in TRL's length-normalised form (`ipo`) and in the paper's (`ipo_sum`).
 """
 
@@ -20,7 +24,15 @@ from torch import Tensor
 
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
-from alignment.losses import PairLogRatios, check_dpo_loss, length_desensitised, share, weighted
+from alignment.losses import (
+    PairLogRatios,
+    check_dpo_loss,
+    check_margins,
+    length_desensitised,
+    margin_of,
+    share,
+    weighted,
+)
 from alignment.metrics import Metrics
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
@@ -45,6 +57,8 @@ class DPO(ReferencedMixin, L.LightningModule):
         label_smoothing: share of labels assumed flipped, below 0.5: cDPO with sigmoid; needed by robust.
         ld_alpha: weight of tokens beyond the shared length, 0 to 1. Null: plain sums.
         sft_weight: weight of the chosen completions' own negative log-likelihood per token.
+        margins: for loss modpo, data column -> weight: the reward of the chosen minus that of the rejected completion
+            under another objective. The preferences' own objective has the weight that these leave of 1.
         reference: `cached` log-probs, LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the cheapest.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
@@ -60,6 +74,7 @@ class DPO(ReferencedMixin, L.LightningModule):
         label_smoothing: float = 0.0,
         ld_alpha: float | None = None,
         sft_weight: float = 0.0,
+        margins: dict[str, float] | None = None,
         reference: ReferenceKind = "auto",
         optim: OptimConfig = OPTIM,
         micro_batch_tokens: int | None = 4096,
@@ -67,6 +82,8 @@ class DPO(ReferencedMixin, L.LightningModule):
         super().__init__(policy=policy, reference=reference, optim=optim, micro_batch_tokens=micro_batch_tokens)
         self.save_hyperparameters()
         self.pair_loss = check_dpo_loss(loss, beta, label_smoothing)
+        self.margins = dict(margins or {})
+        check_margins(loss, self.margins)
         if ld_alpha is not None and not 0 <= ld_alpha <= 1:
             raise UserError(f"ld_alpha is {ld_alpha}; it must lie between 0 and 1")
         if sft_weight < 0:
@@ -98,7 +115,12 @@ class DPO(ReferencedMixin, L.LightningModule):
         chosen, rejected = micro.pair(micro.sum_tokens(ratios))
         chosen_tokens, rejected_tokens = micro.pair(micro.scored_lengths().clamp(min=1))
         return PairLogRatios(
-            chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens
+            chosen=chosen,
+            rejected=rejected,
+            chosen_tokens=chosen_tokens,
+            rejected_tokens=rejected_tokens,
+            margin=margin_of(micro, self.margins) if self.margins else None,
+            share=1 - sum(self.margins.values()),
         )
 
     def _metrics(self, micro: GroupBatch, pairs: PairLogRatios, logps: Tensor, weights: Tensor) -> Metrics:

@@ -302,7 +302,7 @@ def test_a_method_of_ones_own() -> None:
 
 
 def test_names_and_settings_that_do_not_exist() -> None:
-    assert tuple(sorted(METHODS)) == tuple(COMBINERS)
+    assert set(METHODS) <= set(COMBINERS)
     with pytest.raises(UserError, match=r"'mgd' is not known, did you mean 'mgda'\?"):
         combiner("mgd", 2)
     with pytest.raises(UserError, match="'cagrad' has no setting radius; it has c, rescale"):
