@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -71,33 +71,46 @@ class OptimConfig:
             raise UserError(f"optim.betas has {len(self.betas)} values; {self.optimizer} takes {expected}")
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, object]]:
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, parts: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """Trainable parameters in two groups, matrices with decay and vectors without, in the order given; an empty group
-    is left out. Raises ValueError when nothing is trainable."""
-    decay: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+    is left out. `parts` are beginnings of names: each part has groups of its own, behind those of the rest. Raises
+    ValueError when nothing is trainable."""
+    kinds = {MATRICES: weight_decay, "vectors": 0.0}
+    groups: dict[tuple[str, str], list[nn.Parameter]] = {(part, kind): [] for part in ("", *parts) for kind in kinds}
     for name, p in named:
         if p.requires_grad:
-            (decay if p.ndim >= 2 and not name.endswith("bias") else plain).append(p)
-    groups: list[dict[str, object]] = []
-    if decay:
-        groups.append({"name": MATRICES, "params": decay, "weight_decay": weight_decay})
-    if plain:
-        groups.append({"name": "vectors", "params": plain, "weight_decay": 0.0})
-    if not groups:
+            part = next((part for part in parts if name.startswith(part)), "")
+            groups[part, MATRICES if p.ndim >= 2 and not name.endswith("bias") else "vectors"].append(p)
+    found = [
+        {"name": kind, "part": part, "params": members, "weight_decay": kinds[kind]}
+        for (part, kind), members in groups.items()
+        if members
+    ]
+    if not found:
         raise UserError("the model has no trainable parameter; a quantised base needs policy.lora")
-    return groups
+    return found
 
 
-def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, lr: float) -> torch.optim.Optimizer:
-    """The configured optimizer over the trainable parameters, with peak learning rate `lr`."""
-    named = list(named)
+def build_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]],
+    config: OptimConfig,
+    lr: float,
+    factors: Mapping[str, float] | None = None,
+) -> torch.optim.Optimizer:
+    """The configured optimizer over the trainable parameters, with peak learning rate `lr`; that of parameters whose
+    names begin with a key of `factors` is its value times as high."""
+    named, factors = list(named), factors or {}
     if half := [name for name, p in named if p.requires_grad and p.dtype == torch.float16]:
         raise UserError(
             f"weights in float16 cannot be trained (for example {half[0]}): their range ends at 6e-8, where Adam's eps "
             "and many gradients are 0; use policy.dtype bfloat16 or float32, or policy.lora"
         )
-    groups = parameter_groups(named, config.weight_decay)
+    groups = parameter_groups(named, config.weight_decay, factors)
+    for group in groups:
+        group |= {"lr_factor": factors.get(group["part"], 1.0)}
+        group |= {"lr": lr * group["lr_factor"]}
     betas = {} if config.betas is None else {"betas": tuple(config.betas)}
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, eps=config.eps, **betas)  # type: ignore[arg-type]
@@ -164,6 +177,16 @@ def refresh(optimizer: torch.optim.Optimizer, schedule: LambdaLR, weight_decay: 
             fresh = optimizer.defaults  # not part of the state
             group.update({name: fresh[name] for name in ("betas", "eps", "momentum") if name in fresh})
             group["weight_decay"] = weight_decay if group["name"] == MATRICES else 0.0
-            group["initial_lr"] = schedule.base_lrs[i] = fresh["lr"]
+            group["initial_lr"] = schedule.base_lrs[i] = fresh["lr"] * group["lr_factor"]
         group["lr"] = schedule.base_lrs[i] * schedule.lr_lambdas[i](schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def rescale(optimizer: torch.optim.Optimizer, schedule: LambdaLR, part: str, factor: float) -> None:
+    """Another factor on the learning rate of a part that has groups of its own (`build_optimizer`)."""
+    for i, group in enumerate(optimizer.param_groups):
+        if group["part"] == part:
+            group["lr"] *= factor / group["lr_factor"]
+            group["initial_lr"] = schedule.base_lrs[i] = schedule.base_lrs[i] * factor / group["lr_factor"]
+            group["lr_factor"] = factor
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

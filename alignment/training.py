@@ -27,7 +27,7 @@ from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
 from alignment.named import import_path
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
-from alignment.protocols import SizedBatches
+from alignment.protocols import HasPurpose, SizedBatches
 from alignment.resume import rewind, settle
 from alignment.stopping import droppable
 
@@ -39,6 +39,9 @@ STATE_KEY = "alignment"
 
 # 16-mixed scales the loss, which `update` does not undo; the -true ones would round log-probs and weights of the batch.
 PRECISIONS = ("32-true", "bf16-mixed")
+
+DATA = {"supervised": "SupervisedData", "preference": "PreferenceData", "prompts": "PromptData"}
+"""Purpose of data -> the data module that serves it."""
 
 
 class TrainingMixin(L.LightningModule):
@@ -57,6 +60,9 @@ class TrainingMixin(L.LightningModule):
     loss_terms: Mapping[str, float] = {"loss": 1.0}
     """Metric name -> weight: what `val/loss` is composed of; empty for modules without one. Training logs the exact
     loss of each update instead."""
+
+    reads: ClassVar[str | None] = None
+    """What the data must be for: supervised, preference or prompts (`protocols.HasPurpose`). None: anything."""
 
     moving: ClassVar[tuple[str, ...]] = ()
     """Attributes a callback may move during training (beta, ...): saved in the checkpoint, restored on resume."""
@@ -94,6 +100,11 @@ class TrainingMixin(L.LightningModule):
         """Metrics that are functions of whole-set means (perplexity, ...), not means themselves."""
         return {}
 
+    def lr_factors(self) -> Mapping[str, float]:
+        """Beginning of parameter names -> factor on their learning rate. Such a part has optimizer groups of its own,
+        so that `alignment.optim.rescale` can change its rate."""
+        return {}
+
     def part_norms(self) -> dict[str, float]:
         """Name -> L2 norm of the gradient of one part of the model, for `GradientListener`: the same on every rank.
         Called before `finish_gradients`."""
@@ -109,7 +120,7 @@ class TrainingMixin(L.LightningModule):
     # ------------------------------------------------------------------ training
 
     def setup(self, stage: str) -> None:
-        """Refuse Trainer settings under which training would be wrong. A subclass that overrides this calls super."""
+        """Refuse Trainer settings under which training would be wrong, and data for another purpose. A subclass that overrides this calls super."""
         strategy, precision = self.trainer.strategy, str(self.trainer.precision)
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise UserError(f"trainer.strategy {type(strategy).__name__} is not supported; use auto or ddp")
@@ -117,6 +128,12 @@ class TrainingMixin(L.LightningModule):
             raise UserError(
                 f"trainer.precision {precision} is not supported; use {' or '.join(PRECISIONS)}, and policy.dtype for "
                 "the number format of the weights"
+            )
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.reads is not None and isinstance(data, HasPurpose) and data.purpose != self.reads:
+            raise UserError(
+                f"modules.{type(self).__name__} learns from {self.reads} data, and datamodules.{type(data).__name__} "
+                f"gives {data.purpose} data; use datamodules.{DATA[self.reads]}"
             )
 
     def update(
@@ -228,7 +245,8 @@ class TrainingMixin(L.LightningModule):
     def configure_optimizers(self) -> Any:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         size = data.batch_size if isinstance(data, SizedBatches) else None
-        optimizer = build_optimizer(self.named_parameters(), self.optim, peak_lr(self.optim, size))
+        rate = peak_lr(self.optim, size)
+        optimizer = build_optimizer(self.named_parameters(), self.optim, rate, self.lr_factors())
         schedule = build_schedule(optimizer, self.optim, self._total_steps())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
