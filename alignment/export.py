@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -174,15 +175,22 @@ def check_target(out: Path, force: bool) -> None:
 
 
 def write_model(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
-    """Write beside the final place, flush to the disk, then rename."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial, previous = (out.parent / f".{out.name}.{role}-{os.getpid()}" for role in ("partial", "previous"))
-    try:
+    """Write a model's folder; see `appearing`."""
+    with appearing(out) as partial:
         if isinstance(model, PeftModel):
             model.save_pretrained(str(partial), selected_adapters=[ADAPTER], save_embedding_layers=False)
         else:
             model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A path beside `out` to write a folder to; then it is flushed to the disk and renamed to `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial, previous = (out.parent / f".{out.name}.{role}-{os.getpid()}" for role in ("partial", "previous"))
+    try:
+        yield partial
         for file in partial.rglob("*"):
             _sync(file)
         _sync(partial)
