@@ -1,0 +1,125 @@
+"""C21 for GRPO and PPO: from every batch and every epoch's end, a resumed run is bit for bit the one that went on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+
+from alignment.checkpoint import SafeCheckpointIO
+from alignment.codec import Encoder
+from alignment.optim import OptimConfig
+from datamodules import PromptData
+from modules.grpo import GRPO
+from modules.ppo import PPO
+from tests.loops import Rows
+from tests.rl_toys import here, odd_in_some, online
+from tests.toys import trainer
+
+RUNS: dict[str, tuple[type, dict[str, Any]]] = {
+    "grpo": (GRPO, {}),
+    "grpo, several updates, KL in the reward, refills": (
+        GRPO,
+        {
+            "epochs": 2,
+            "minibatches": 2,
+            "kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward", "target": 0.05, "horizon": 50, "ema": 0.5},
+            "entropy": {"target": 6.0, "coefficient": 0.01, "keep": 0.5},
+            "dynamic_sampling": 2,
+        },
+    ),
+    "ppo": (
+        PPO,
+        {
+            "epochs": 2,
+            "minibatches": 2,
+            "kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward", "target": 0.05, "horizon": 50},
+            "critic": {"kind": "copy"},
+            "success": "length",
+        },
+    ),
+}
+
+
+def length(completion: str, completion_ids: list[int]) -> float:
+    return float(len(completion_ids))
+
+
+class SaveAlways(Checkpoint):
+    """After every batch, and at every epoch's end, with the number of rows that its state counts as logged."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.saved = folder, {}
+
+    def _save(self, trainer: L.Trainer, place: str, due: bool) -> None:
+        name = f"{place} {len(self.saved)}"
+        # The row of this place itself is written after its hooks.
+        self.saved[name] = len(trainer.logger.rows) + due
+        trainer.save_checkpoint(self.folder / name)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._save(trainer, "batch", (trainer.fit_loop.total_batch_idx + 1) % trainer.log_every_n_steps == 0)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._save(trainer, "epoch", trainer.fit_loop.total_batch_idx % trainer.log_every_n_steps == 0)
+
+
+def run(name: str, folder: Path, callbacks: list[Any], start: Path | None = None) -> tuple[list[Any], Any]:
+    """Two epochs of three batches of four prompts, graded anew after each. Returns what was logged, and the end."""
+    kind, settings = RUNS[name]
+    file = folder / "prompts.jsonl"
+    rows = [{"prompt": f"Question {i}?", "alive": i % 3 > 0} for i in range(14)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    strata = {"by": "measured", "regrade_every": 1, "rollouts": 4, "rates": [0.55, 0.45], "margin": 0.02}
+    data = PromptData(str(file), cache_dir=None, val_fraction=0.15, batch_size=4, strata=strata, seed=3)
+    module = online(
+        kind,
+        rewards={"odd": here(odd_in_some), "length": here(length, scale="running", weight=0.5)},
+        optim=OptimConfig(lr=1e-3, warmup_steps=2),
+        **settings,
+    )
+    logger = Rows()
+    loop = trainer(
+        folder,
+        max_epochs=2,
+        logger=logger,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        log_every_n_steps=2,
+        plugins=[SafeCheckpointIO()],
+    )
+    loop.fit(module, datamodule=data, ckpt_path=None if start is None else str(start))
+    encoder = Encoder()
+    state = {
+        "weights": module.state_dict(),
+        "optimizer": loop.optimizers[0].state_dict(),
+        "schedule": loop.lr_scheduler_configs[0].scheduler.state_dict(),
+        "module": module.training_state(),
+        "data": data.state_dict(),
+        "step": loop.global_step,
+    }
+    tree = encoder.encode(state)
+    return logger.rows, (tree, encoder.tensors)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_resumed_is_uninterrupted(name: str, tmp_path: Path) -> None:
+    save = SaveAlways(tmp_path)
+    rows, (tree, tensors) = run(name, tmp_path, [save])
+    state = tree["module"]
+    assert state["batches_seen"] == 6
+    assert state["rewards"]["ranges"]["length"]
+    assert tree["data"]["grades"]["version"] > 0
+    if "kl" in RUNS[name][1]:
+        assert state["penalties"]["now"]["kl"]["coefficient"] != 0.1
+    for place in ("batch 0", "batch 2", "epoch 3", "batch 5"):
+        again, (other, values) = run(name, tmp_path, [], tmp_path / place)
+        assert again == rows[save.saved[place] :], place
+        assert other == tree, place
+        assert list(values) == list(tensors)
+        assert [key for key in tensors if not torch.equal(tensors[key], values[key])] == [], place
