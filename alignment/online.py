@@ -123,6 +123,7 @@ class OnlineMixin(PenalisedMixin):
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
 
+    reads = "prompts"
     loss_terms: Mapping[str, float] = {}
 
     rollout: RolloutEngine

@@ -51,6 +51,13 @@ class SizedBatches(Protocol):
 
 
 @runtime_checkable
+class HasPurpose(Protocol):
+    """A data module whose rows are for one kind of algorithm: `supervised`, `preference` or `prompts`."""
+
+    purpose: str
+
+
+@runtime_checkable
 class FiniteGroups(Protocol):
     """A data module whose rows are all known after `setup`: the reference's log-probs can be computed once, ahead."""
 

@@ -83,7 +83,7 @@ class Reference(ABC):
             else:
                 kind = "cached" if finite_data else "copy"
         if kind in ("adapter_off", "frozen_adapter") and lora is None:
-            raise UserError(f"reference={kind} needs policy.lora; without adapters use cached or copy")
+            raise UserError(f"reference={kind} needs policy.lora; without adapters use auto")
         if kind == "adapter_off" and lora is not None and lora.pretrained is not None:
             raise UserError(
                 "reference=adapter_off with policy.lora.pretrained would compare with the base, not with the adapter "

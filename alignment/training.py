@@ -40,8 +40,12 @@ STATE_KEY = "alignment"
 # 16-mixed scales the loss, which `update` does not undo; the -true ones would round log-probs and weights of the batch.
 PRECISIONS = ("32-true", "bf16-mixed")
 
-DATA = {"supervised": "SupervisedData", "preference": "PreferenceData", "prompts": "PromptData"}
-"""Purpose of data -> the data module that serves it."""
+DATA = {
+    "supervised": ("rows to imitate", "SupervisedData"),
+    "preference": ("preference pairs", "PreferenceData"),
+    "prompts": ("prompts", "PromptData"),
+}
+"""Purpose of data -> what its rows are, and the data module that gives them."""
 
 
 class TrainingMixin(L.LightningModule):
@@ -131,9 +135,10 @@ class TrainingMixin(L.LightningModule):
             )
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.reads is not None and isinstance(data, HasPurpose) and data.purpose != self.reads:
+            (needed, wanted), (given, _) = DATA[self.reads], DATA[data.purpose]
             raise UserError(
-                f"modules.{type(self).__name__} learns from {self.reads} data, and datamodules.{type(data).__name__} "
-                f"gives {data.purpose} data; use datamodules.{DATA[self.reads]}"
+                f"{type(self).__name__} learns from {needed}, and {type(data).__name__} gives {given}; use "
+                f"datamodules.{wanted}"
             )
 
     def update(

@@ -64,6 +64,7 @@ class DPO(ReferencedMixin, L.LightningModule):
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
 
+    reads = "preference"
     moving = ("beta",)
 
     def __init__(

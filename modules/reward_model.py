@@ -50,6 +50,7 @@ class RewardModel(PolicyMixin, L.LightningModule):
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
 
+    reads = "preference"
     heads: RewardHeads
 
     def __init__(

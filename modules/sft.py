@@ -41,6 +41,8 @@ class SFT(PolicyMixin, L.LightningModule):
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
 
+    reads = "supervised"
+
     def __init__(
         self,
         policy: PolicyConfig,
