@@ -13,6 +13,8 @@ adv/before/abs_mean, .../abs_max   size of the advantages before they were norma
 adv/after/abs_mean, .../abs_max    and after it. `active_groups` and `batch_std` are then of those before.
 strata/LABEL/reward, .../zero_std, .../share
                                    per difficulty: mean score, share of groups without signal, share of the groups
+
+Those that compare the completions of a prompt are left out where every prompt has one alone.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from torch import Tensor
 from alignment import distributed
 from alignment.advantages import RewardTable, all_ranks, spread
 from alignment.metrics import Metrics
+
+_WITHIN = frozenset(("frac_reward_zero_std", "zero_std", "distinct"))
+"""Parts of the names of metrics that compare the completions of a prompt."""
 
 
 def reward_metrics(
@@ -67,6 +72,8 @@ def reward_metrics(
         applies = ~reward.isnan()
         out[f"adv/corr/{name}"] = _correlation(whole.normalised(reward, 1e-4)[applies], advantages[applies])
     out |= _strata(whole, labels)
+    if int(whole.group_of.bincount(minlength=1).max()) < 2:  # a completion alone, as PPO samples it
+        out = {name: value for name, value in out.items() if not _WITHIN & set(name.split("/"))}
     one = torch.ones((), dtype=torch.float64)
     return {name: (value, one) for name, value in out.items() if not value.isnan()}
 

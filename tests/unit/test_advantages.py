@@ -270,6 +270,17 @@ def test_metrics_of_the_golden_batch() -> None:
     assert metrics["adv/corr/r1"] > metrics["adv/corr/r2"] > 0
 
 
+def test_completions_on_their_own_are_not_compared() -> None:
+    alone = RewardTable(
+        rewards=torch.tensor([[1.0], [0.0]]), weights=torch.ones(1), group_of=torch.tensor([0, 1]), groups=2
+    )
+    metrics = reward_metrics(alone, torch.tensor([0.5, -0.5]), ["r"], ["easy", "hard"])
+    shown = {"reward", "rewards/r/mean", "rewards/r/std", "adv/active_groups", "adv/batch_std"}
+    assert set(metrics) == shown | {
+        f"strata/{label}/{what}" for label in ("easy", "hard") for what in ("reward", "share")
+    }
+
+
 def test_metrics_of_an_empty_batch_are_absent() -> None:
     empty = RewardTable(rewards=torch.zeros(0, 1), weights=torch.ones(1), group_of=torch.zeros(0).long(), groups=0)
     assert reward_metrics(empty, torch.zeros(0), ["r"]) == {}
