@@ -1,4 +1,4 @@
-"""The critic of PPO: what a state is worth, as one number for each completion token.
+"""The critic of PPO: what a state is worth, as one number for each completion token (or several, of as many scores).
 
     V(s_t) = w . h_t        h_t  the trunk's state before completion token t, the prompt's last state for the first one
 
@@ -63,6 +63,7 @@ class Critic(nn.Module):
     Args:
         module: has its policy and engine. Whatever part of it the critic reads stays registered there alone.
         config: see CriticConfig.
+        outputs: J, values of a state.
 
     Attributes:
         shares_trunk: whether `forward` is given the policy's states: there is no trunk here.
@@ -70,17 +71,19 @@ class Critic(nn.Module):
     Raises UserError for a reward model that cannot be a critic of this policy.
     """
 
-    def __init__(self, module: PolicyMixin, config: CriticConfig) -> None:
+    def __init__(self, module: PolicyMixin, config: CriticConfig, outputs: int = 1) -> None:
         super().__init__()
         self.shares_trunk = config.kind == "head"
         self._engine: LogProbEngine | None = None
         device = next(module.policy.parameters()).device
         if config.reward_model is not None:
+            if outputs != 1:
+                raise UserError(f"critic.kind=reward_model gives 1 value, not {outputs}; use critic.kind head or copy")
             trunk, head = _reward_parts(module, config.reward_model)
             self.trunk = trunk.to(device)
             self._engine = _engine(module, trunk, config.reward_model)
         else:
-            head = zero_head(base_model(module.policy))
+            head = zero_head(base_model(module.policy), outputs)
             if config.kind == "copy":
                 # The LM head stays behind: an untied one would be trained by nothing and saved with every checkpoint.
                 self.trunk = decoder_of(base_model(module.build_policy(module.policy_config)))
@@ -88,7 +91,7 @@ class Critic(nn.Module):
         self.head = head.to(device, torch.float32).train()
 
     def forward(self, batch: GroupBatch, policy_states: Tensor | None = None) -> Tensor:
-        """[C] fp32 value of the state before each completion token; exactly 0 at unscored tokens.
+        """[C] fp32 value of the state before each completion token, or [C, J]; exactly 0 at unscored tokens.
 
         Without a scored token nothing runs and the zeros have no graph. Gradients reach the trunk, also the policy's
         own: detach `policy_states` to keep the value loss out of it.
@@ -98,25 +101,27 @@ class Critic(nn.Module):
                 critic that shares the policy's trunk.
         """
         assert (policy_states is not None) == self.shares_trunk, "policy_states go with a shared trunk, and only there"
-        scored = batch.scored.nonzero()[:, 0]
-        values = torch.zeros(len(batch.completion_ids), device=batch.device)
+        scored, outputs = batch.scored.nonzero()[:, 0], self.head.out_features
+        shape = (len(batch.scored),) if outputs == 1 else (len(batch.scored), outputs)
+        values = torch.zeros(shape, device=batch.device)
         if scored.numel() == 0:
             return values
         states = self._engine(batch, logps=False, hidden="before").hidden if self._engine is not None else policy_states
         assert states is not None
         # Not in bf16 under autocast: it has 8 bits, and an advantage is the difference of two near values.
         with torch.autocast(states.device.type, enabled=False):
-            return values.index_put((scored,), self.head(states[scored].float())[:, 0])
+            found = self.head(states[scored].float())
+            return values.index_put((scored,), found[:, 0] if outputs == 1 else found)
 
 
 # ------------------------------------------------------------------------------------------------------- starting parts
 
 
-def zero_head(policy: PreTrainedModel) -> nn.Linear:
+def zero_head(policy: PreTrainedModel, outputs: int = 1) -> nn.Linear:
     """V = 0 everywhere; without bias, as the heads of reward models."""
     # As wide as the states, which is not everywhere the configuration's hidden size (OPT-350m).
     width = policy.get_output_embeddings().weight.shape[1]  # type: ignore[no-untyped-call]
-    head = nn.Linear(width, 1, bias=False)
+    head = nn.Linear(width, outputs, bias=False)
     nn.init.zeros_(head.weight)
     return head
 

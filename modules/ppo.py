@@ -13,37 +13,31 @@ a run does not depend on the number of ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor
 
-from alignment import memory
+from alignment.actor_critic import ADVANTAGES, RETURNS, VALUES, ActorCriticMixin
 from alignment.advantages import RewardTable
 from alignment.batches import GroupBatch
-from alignment.critic import Critic, CriticConfig
+from alignment.critic import CriticConfig
 from alignment.errors import UserError
-from alignment.experience import ADVANTAGE, TRUNCATED, return_metrics, unscored
-from alignment.gae import gae, token_rewards, whiten
-from alignment.logprobs import TokenStats, evaluating
-from alignment.metrics import Metrics, mean_of
+from alignment.experience import ADVANTAGE, TRUNCATED, unscored
+from alignment.metrics import Metrics
 from alignment.objective import PolicyObjective
-from alignment.online import OnlineMixin
 from alignment.penalties import KLConfig
 from alignment.policy import PolicyConfig
-from alignment.policy_losses import value_loss, value_metrics
 from alignment.rewards import RewardSpec
-from alignment.training import as_config
 from alignment.update import Counts
+
+__all__ = ["ADVANTAGES", "PPO", "RETURNS", "VALUES"]
 
 CRITIC = CriticConfig()
 KL = KLConfig(coefficient=0.05, estimator="k1", place="reward")
-VALUES, RETURNS, ADVANTAGES = "values", "returns", "advantages"
 
 
-class PPO(OnlineMixin, L.LightningModule):
+class PPO(ActorCriticMixin, L.LightningModule):
     """Trains a policy and a critic on the policy's completions. `predict` writes completions with their rewards.
 
     Metrics: those of GRPO, and `explained_variance`, `value_mean`, `val/clipfrac_avg`, `loss/value_avg`,
@@ -67,8 +61,6 @@ class PPO(OnlineMixin, L.LightningModule):
         settings: see alignment.online.OnlineMixin.
     """
 
-    critic: Critic
-
     def __init__(
         self,
         policy: PolicyConfig,
@@ -87,65 +79,39 @@ class PPO(OnlineMixin, L.LightningModule):
         kl: KLConfig = KL,
         **settings: Any,
     ) -> None:
-        super().__init__(policy=policy, rewards=rewards, completions=completions, epochs=epochs, kl=kl, **settings)
+        super().__init__(
+            policy=policy,
+            rewards=rewards,
+            completions=completions,
+            critic=critic,
+            value_coefficient=value_coefficient,
+            value_clip=value_clip,
+            gamma=gamma,
+            lam=lam,
+            whiten_advantages=whiten_advantages,
+            epochs=epochs,
+            kl=kl,
+            **settings,
+        )
         self.save_hyperparameters()
-        if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-            raise UserError(f"gamma is {gamma} and lam {lam}; both lie between 0 and 1")
-        if value_coefficient < 0 or missing_eos_penalty < 0 or (value_clip is not None and value_clip <= 0):
-            raise UserError("value_coefficient and missing_eos_penalty are at least 0, value_clip above 0 or null")
-        self.critic_config = as_config(CriticConfig, critic)
-        self.value_coefficient, self.value_clip = value_coefficient, value_clip
-        self.gamma, self.lam, self.whiten_advantages = gamma, lam, whiten_advantages
+        if missing_eos_penalty < 0:
+            raise UserError(f"missing_eos_penalty is {missing_eos_penalty}; it must be at least 0")
         self.missing_eos_penalty = missing_eos_penalty
         self.objective = PolicyObjective(loss, loss_args, None, self.sampling.max_tokens)
 
-    def build_parts(self) -> None:
-        super().build_parts()
-        self.critic = Critic(self, self.critic_config)
-
-    def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
-        return replace(super().memory_plan(trainer), critic=self.critic_config)
-
-    @property
-    def measures_policy(self) -> bool:
-        """Always: the values of the rollout are needed, and a shared trunk gives log-probs with them."""
-        return True
-
-    def measure_policy(self, micro: GroupBatch) -> dict[str, Tensor]:
-        stats = self.token_stats(micro, states=self.critic.shares_trunk)
-        with evaluating(self.critic):
-            return {**self.old_stats(stats), VALUES: self._values(micro, stats)}
-
-    def _values(self, micro: GroupBatch, stats: TokenStats) -> Tensor:
-        # A full-vocabulary KL asks for states too, which a critic with a trunk of its own does not read.
-        values: Tensor = self.critic(micro, stats.hidden if self.critic.shares_trunk else None)
-        return values
-
     def credit(self, batch: GroupBatch, table: RewardTable) -> GroupBatch:
         scores = table.scores.float() - self.missing_eos_penalty * batch.rows[TRUNCATED]
-        batch = unscored(batch, scores.isnan())
         penalty = self.kl.coefficient * self.rollout_kl(batch) if self.kl.in_reward else None
-        rewards = token_rewards(batch, scores, penalty)
-        values = batch.tokens.get(VALUES, torch.zeros_like(rewards))
-        advantages, returns = gae(batch, rewards, values, gamma=self.gamma, lam=self.lam)
-        self._train_window.update(return_metrics(batch, scores, rewards, values, returns))
-        if self.whiten_advantages:
-            advantages = whiten(advantages, batch.scored)
-        batch = batch.with_tokens(**{ADVANTAGES: advantages, RETURNS: returns, VALUES: values})
-        return batch.with_rows(**{ADVANTAGE: batch.mean_tokens(advantages)})
+        batch = self.credit_tokens(unscored(batch, scores.isnan()), scores, penalty=penalty)
+        return batch.with_rows(**{ADVANTAGE: batch.mean_tokens(batch.tokens[ADVANTAGES])})
 
     def loss(self, micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
-        stats = self.token_stats(micro, states=self.critic.shares_trunk)
+        stats = self.token_stats(micro, states=self.reads_states)
         assert stats.logps is not None
         policy, metrics = self.objective(micro, stats.logps, micro.tokens[ADVANTAGES], counts)
         penalty, more = self.penalties(micro, stats, counts)
-        values = self._values(micro, stats)
-        old, returns = micro.tokens[VALUES], micro.tokens[RETURNS]
-        errors = value_loss(values, old, returns, clip=self.value_clip)
-        value = self.reduce(errors, micro, counts)
-        metrics |= value_metrics(values, old, returns, micro.scored, self.value_clip)
-        metrics["loss/value_avg"] = mean_of(errors, micro.scored)
-        return policy + penalty + self.value_coefficient * value, metrics | more
+        value, found = self.value_share(micro, stats, counts)
+        return policy + penalty + value, metrics | more | found
 
     def reduce(self, values: Tensor, micro: GroupBatch, counts: Counts) -> Tensor:
         return self.objective.reduce(values, micro, counts)
