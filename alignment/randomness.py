@@ -6,9 +6,11 @@ That is what makes an interrupted run equal an uninterrupted one, and a sample i
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def derive(seed: int, purpose: str, *keys: int | str) -> int:
@@ -19,9 +21,13 @@ def derive(seed: int, purpose: str, *keys: int | str) -> int:
 
 def generator(seed: int, purpose: str, *keys: int | str, device: torch.device | str = "cpu") -> torch.Generator:
     """A fresh torch generator for one keyed purpose."""
+    import torch  # not above: reward workers import the built-in world, whose draws need none
+
     return torch.Generator(device=device).manual_seed(derive(seed, purpose, *keys))
 
 
 def permutation(seed: int, epoch: int, size: int) -> Tensor:
     """[size] the data order of an epoch."""
+    import torch
+
     return torch.randperm(size, generator=generator(seed, "order", epoch))

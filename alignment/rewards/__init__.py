@@ -5,6 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+SHIPPED = {
+    "ExactMatch": "match",
+    "NumericMatch": "match",
+    "ReasoningGym": "gym",
+    "Format": "text",
+    "RepetitionPenalty": "text",
+    "Efficiency": "length",
+    "LengthWithin": "length",
+    "SoftOverlong": "length",
+    "SequenceClassifier": "model",
+}
+"""Rewards that are named without a dot: name -> file."""
+
 _HOME = {
     "Condition": "protocol",
     "Reward": "protocol",
@@ -16,15 +29,7 @@ _HOME = {
     "RewardMatrix": "matrix",
     "Pending": "suite",
     "RewardSuite": "suite",
-    "ExactMatch": "match",
-    "NumericMatch": "match",
-    "ReasoningGym": "gym",
-    "Format": "text",
-    "RepetitionPenalty": "text",
-    "Efficiency": "length",
-    "LengthWithin": "length",
-    "SoftOverlong": "length",
-    "SequenceClassifier": "model",
+    **SHIPPED,
 }
 """name -> file"""
 

@@ -57,12 +57,26 @@ def load(source: Source) -> Function:
     if found is None:
         raise UserError(f"'{module_name}' has no '{attribute}'")
     if isinstance(found, type):
+        _check_arguments(found, arguments)
         found = found(**arguments)
     elif arguments:
         raise UserError(f"'{path}' is not a class, so it takes no args")
     if not callable(found):
         raise UserError(f"'{path}' cannot be called")
     return cast(Function, found)
+
+
+def _check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for arguments that a class cannot be constructed with."""
+    try:
+        signature = inspect.signature(cls)
+    except ValueError:  # of a compiled class
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        known = ", ".join(p.name for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD) or "none"
+        raise UserError(f"args: {error}; {cls.__name__} takes {known}") from error
 
 
 def wanted(reward: Function) -> Wanted:

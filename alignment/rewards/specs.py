@@ -10,6 +10,7 @@ from typing import Any
 
 from alignment.errors import UserError
 from alignment.named import import_path
+from alignment.rewards import SHIPPED
 from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, describe, load, wanted
 from alignment.rewards.protocol import RewardSpec, Samples, SuiteConfig
 from alignment.training import as_config
@@ -36,6 +37,7 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
     for name, spec in specs.items():
         if not math.isfinite(spec.weight):
             raise UserError(f"reward '{name}': weight is {spec.weight}; it must be finite")
+        _check_name(name, spec.reward)
         if not name or "/" in name:
             raise UserError(f"'{name}' cannot be the name of a reward: it names a metric, so it has no '/'")
         if not spec.timeout_s > 0:
@@ -48,6 +50,15 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
             raise UserError(f"reward '{name}': scale is {list(spec.scale)}; it is [low, high] with low below high")
         if spec.condition is not None:
             _check_condition(name, spec.condition.reward, specs)
+
+
+def _check_name(name: str, reward: str | Callable[..., Any]) -> None:
+    """That a name without a dot is a reward of ours, which is known before anything is imported."""
+    if not isinstance(reward, str) or "." in reward or reward in SHIPPED:
+        return
+    near = get_close_matches(reward, SHIPPED, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(SHIPPED)}, and your own as my_file.my_reward"
+    raise UserError(f"reward '{name}': there is no '{reward}'; {hint}")
 
 
 def _check_condition(name: str, other: str, specs: Mapping[str, RewardSpec]) -> None:

@@ -422,7 +422,9 @@ def test_specifications_that_cannot_work(rewards: Any, config: Any, told: str) -
         ("no_such_module.reward", "reward 'x' cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
         (f"{HOME}.nothing", "reward 'x' cannot be loaded: 'tests.reward_faults' has no 'nothing'"),
         ("alignment.errors.UserError", "'alignment.errors.UserError' cannot be called"),
-        ("Format", "missing 1 required positional argument: 'pattern'"),
+        ("Format", "args: missing a required argument: 'pattern'; Format takes pattern, where"),
+        ("Fromat", "reward 'x': there is no 'Fromat'; did you mean 'Format'?"),
+        ("mine", "reward 'x': there is no 'mine'; there are ExactMatch, .*, and your own as my_file.my_reward"),
     ],
 )
 def test_rewards_that_cannot_be_loaded(path: str, told: str, in_process: bool) -> None:
