@@ -237,7 +237,7 @@ def test_two_processes_write_one_table(workdir: Path) -> None:
         process.start()
     try:
         for process in ranks:
-            process.join(timeout=120)
+            process.join(timeout=300)
         assert [process.exitcode for process in ranks] == [0, 0]
     finally:
         for process in ranks:

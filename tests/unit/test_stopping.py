@@ -121,7 +121,7 @@ def test_the_wait_for_rewards_can_be_left(tmp_path: Path) -> None:
         start = time.monotonic()
         with pytest.raises(RolloutStopped, match="while rewards were computed"):
             pending.wait(should_stop)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
 
 
 def test_after_the_wait_rewards_are_only_collected() -> None:
@@ -159,7 +159,7 @@ def one_of_two(rank: int, folder: Path) -> None:
     if rank == 0:
         distributed.leave_note("x")
     else:  # no collective: rank 0 may do what it wants meanwhile
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not distributed.has_note("x"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -184,7 +184,7 @@ def test_two_processes_tell_each_other_and_stop_together(tmp_path: Path) -> None
         process.start()
     try:
         for process in ranks:
-            process.join(timeout=90)
+            process.join(timeout=300)
         assert [process.exitcode for process in ranks] == [0, 0]
     finally:
         for process in ranks:

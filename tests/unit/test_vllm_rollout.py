@@ -111,7 +111,7 @@ def test_a_rollout_that_is_asked_to_stop_does_not_wait_for_the_server(stub, tmp_
     held, asked = threading.Event(), []
 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        held.wait(30)
+        held.wait(120)
         return as_vllm_does(path, body)
 
     def should_stop() -> bool:
@@ -123,7 +123,7 @@ def test_a_rollout_that_is_asked_to_stop_does_not_wait_for_the_server(stub, tmp_
     start = time.monotonic()
     with pytest.raises(RolloutStopped):
         stopping.generate(PROMPTS, 1, SamplingConfig(), seed=0, step=0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     workers = [t for t in threading.enumerate() if t.name == "vllm-request"]
     assert [t.daemon for t in workers] == [True]
     held.set()
@@ -137,14 +137,14 @@ def test_an_error_does_not_wait_for_the_other_answers(stub, tmp_path):
     def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if body["prompt"] == [9]:
             return 404, {"error": "no"}
-        held.wait(30)
+        held.wait(120)
         return as_vllm_does(path, body)
 
     stub.answer = answer
     start = time.monotonic()
     with pytest.raises(UserError, match="refused"):
         engine(stub, tmp_path).generate(PROMPTS, 1, SamplingConfig(), seed=0, step=0)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     held.set()
 
 
