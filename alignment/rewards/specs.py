@@ -57,7 +57,8 @@ def _check_name(name: str, reward: str | Callable[..., Any]) -> None:
     if not isinstance(reward, str) or "." in reward or reward in SHIPPED:
         return
     near = get_close_matches(reward, SHIPPED, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(SHIPPED)}, and your own as my_file.my_reward"
+    there = f"there are {', '.join(SHIPPED)}, and your own as my_file.my_reward"
+    hint = f"did you mean '{near[0]}'?" if near else there
     raise UserError(f"reward '{name}': there is no '{reward}'; {hint}")
 
 

@@ -392,6 +392,8 @@ def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ({}, {}, "no rewards are given"),
         ({"a/b": "x.y"}, {}, "it has no '/'"),
+        ({"x": "Fromat"}, {}, r"reward 'x': there is no 'Fromat'; did you mean 'Format'\?"),
+        ({"x": "mine"}, {}, "reward 'x': there is no 'mine'; there are ExactMatch, .*, and your own as my_file.my_reward"),
         ({"a": {"reward": "x.y", "scale": [1, 1]}}, {}, "low below high"),
         ({"a": {"reward": "x.y", "scale": "auto"}}, {}, r"use \[low, high\], running"),
         ({"a": {"reward": "x.y", "timeout_s": 0}}, {}, "timeout_s is 0"),
@@ -423,8 +425,6 @@ def test_specifications_that_cannot_work(rewards: Any, config: Any, told: str) -
         (f"{HOME}.nothing", "reward 'x' cannot be loaded: 'tests.reward_faults' has no 'nothing'"),
         ("alignment.errors.UserError", "'alignment.errors.UserError' cannot be called"),
         ("Format", "args: missing a required argument: 'pattern'; Format takes pattern, where"),
-        ("Fromat", "reward 'x': there is no 'Fromat'; did you mean 'Format'?"),
-        ("mine", "reward 'x': there is no 'mine'; there are ExactMatch, .*, and your own as my_file.my_reward"),
     ],
 )
 def test_rewards_that_cannot_be_loaded(path: str, told: str, in_process: bool) -> None:
