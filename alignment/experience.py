@@ -10,6 +10,7 @@ So whatever cuts a batch (minibatches, micro-batches, dynamic sampling) cuts all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -81,11 +82,11 @@ def minibatches(batch: GroupBatch, parts: int) -> Iterator[GroupBatch]:
         yield batch.select_groups(list(range(first, end)))
 
 
-def without_signal(batch: GroupBatch) -> GroupBatch:
-    """The completions with a scored token whose advantage is not 0; all of them when no rank has any, so that the
-    gradient is 0 and not missing. A collective. Exact for losses that are proportional to the advantage, with the
+def without_signal(batch: GroupBatch, signal: str = ADVANTAGE) -> GroupBatch:
+    """The completions with a scored token whose row value `signal` is not 0; all of them when no rank has any, so that
+    the gradient is 0 and not missing. A collective. Exact for losses that are proportional to the advantage, with the
     counts of the whole."""
-    live = (batch.rows[ADVANTAGE] != 0) & (batch.scored_lengths() > 0)
+    live = (batch.rows[signal] != 0) & (batch.scored_lengths() > 0)
     if not distributed.any_rank(bool(live.any()), batch.device):
         return batch
     return batch.select_rows(live.nonzero()[:, 0])
@@ -144,11 +145,12 @@ def return_metrics(batch: GroupBatch, scores: Tensor, rewards: Tensor, values: T
     spoken = batch.scored_lengths() > 0
     total, score = batch.sum_tokens(rewards), scores.nan_to_num()
     one = torch.ones((), dtype=torch.float64)
+    explained = explained_variance(values, returns, batch.scored)
     return {
         "objective/scores": mean_of(score, spoken),
         "objective/non_score_reward": mean_of(total - score, spoken),
         "objective/rlhf_reward": mean_of(total, spoken),
-        "explained_variance": (one * explained_variance(values, returns, batch.scored), one),
+        **({} if math.isnan(explained) else {"explained_variance": (one * explained, one)}),
     }
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from alignment.errors import UserError
 from alignment.lm_head import HeadSpec, LogitForm, cut_columns, stats_dtype, tile_logits, tiles
 from alignment.logprobs import logit_form
 
@@ -42,12 +43,15 @@ class Head:
 
     @classmethod
     def of(cls, model: nn.Module) -> Head:
-        """That of a causal language model, wrapped by peft or not. Raises ValueError where it is not a plain linear
+        """That of a causal language model, wrapped by peft or not. Raises UserError where it is not a plain linear
         layer (an adapter on it, for example): its logits then are not hidden states times a weight."""
         inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
         head = None if inner is None else inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         if inner is None or type(head) is not nn.Linear:
-            raise ValueError(f"a full-vocabulary KL needs a plain linear LM head; {type(model).__name__} has another")
+            raise UserError(
+                f"a full-vocabulary KL needs a plain linear LM head; {type(model).__name__} has another, or an adapter "
+                "on it: use k1, k2, k3 or sym"
+            )
         return cls(weight=head.weight, bias=head.bias, form=logit_form(inner.config.get_text_config(decoder=True)))
 
 

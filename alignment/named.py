@@ -65,16 +65,16 @@ class Registry(Generic[F]):
         return cast(F, imported(self.kind, name))
 
     def get(self, name: str, options: Mapping[str, Any] | None = None) -> F:
-        """`find`, with some of the function's settings given. Raises UserError for one that it does not have."""
-        function = self.find(name)
-        if not options:
-            return function
-        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        if unknown := sorted(set(options) - set(known)):
-            raise UserError(
-                f"{self.kind} '{name}' has no setting {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
-            )
-        return cast(F, functools.partial(function, **options))
+        """`find`, with some of the function's settings given. Raises UserError for one that it does not have, and
+        for one without a default that is not given."""
+        function, given = self.find(name), dict(options or {})
+        settings = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if unknown := sorted(set(given) - {p.name for p in settings}):
+            known = ", ".join(p.name for p in settings) or "none"
+            raise UserError(f"{self.kind} '{name}' has no setting {', '.join(unknown)}; it has {known}")
+        if missing := [p.name for p in settings if p.default is p.empty and p.name not in given]:
+            raise UserError(f"{self.kind} '{name}' needs the setting {', '.join(missing)}")
+        return cast(F, functools.partial(function, **given)) if given else function
 
 
 def imported(kind: str, path: str) -> Callable[..., Any]:

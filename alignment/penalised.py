@@ -72,6 +72,8 @@ class PenalisedMixin(PolicyMixin):
         super().build_parts()
         if self.kl.needs_reference:
             self.reference = Reference.build(self.reference_kind, self.policy, self.policy_config, self.build_engine)
+        if self.kl.in_loss and self.kl.full:
+            Head.of(self.policy)  # what is wrong with it is better known before the first rollout
 
     def planned_reference(self) -> memory.ResolvedReference:
         """What the estimate of memory counts."""
@@ -138,6 +140,11 @@ class PenalisedMixin(PolicyMixin):
 
     # ------------------------------------------------------------------ penalties
 
+    @property
+    def penalises(self) -> bool:
+        """Whether `penalties` may be a part of the loss."""
+        return bool(self.kl.in_loss or self.entropy.config.coefficient or self.entropy.controller)
+
     def old_logps(self, batch: GroupBatch) -> Tensor:
         """[C] log-probs under the policy that sampled."""
         return batch.tokens.get(OLD_LOGPS, batch.tokens[SAMPLER_LOGPS])
@@ -202,7 +209,8 @@ class PenalisedMixin(PolicyMixin):
             mean, count = _mean_over_ranks(self.completion_kl(batch), spoken)
             if self.kl.in_reward:
                 metrics["kl"] = kl_metric(self.rollout_kl(batch), batch.scored.double())
-            metrics["objective/kl"] = (one * mean, one)
+            if count:
+                metrics["objective/kl"] = (one * mean, one)
             # In the reward it has been applied already, in the loss it will be.
             applied = self.kl.coefficient
             self.kl.controller.update(mean, count)
