@@ -41,8 +41,8 @@ SAMPLES = 5
 """Sample replies shown: those to the first held-out prompts, not chosen by how they came out."""
 _LINES: tuple[tuple[str, str, str], ...] = (
     ("rewards/right/mean", "right answers", "{:.0%}"),
-    ("rewards/answer_only/mean", "answer only, no words", "{:.0%}"),
-    ("reward", "reward (right + 0.5 answer only)", "{:.2f}"),
+    ("rewards/answer_only/raw_mean", "answers only, no words", "{:.0%}"),
+    ("reward", "reward (right, and half as much again without words)", "{:.2f}"),
     ("completions/mean_length", "length in tokens", "{:.1f}"),
 )
 
