@@ -6,7 +6,7 @@ The parameters are counted on the meta device: nothing is downloaded but a confi
     A  heads times head size                       T  tokens in one forward  W  tokens in one row of it (<= T)
 
 weights      b a parameter; 4-bit linear layers 0.516 bytes (nf4 and its scales), 8-bit ones 1 byte and 4 a row
-gradients    b a trainable parameter
+gradients    b a trainable parameter, K + 1 times where gradients of K rewards are combined
 optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
 reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
 critic       an fp32 head and 4 T H of states for it; with a trunk of its own (the policy's or the reward model's, both
@@ -60,6 +60,7 @@ class Plan:
         reference: kind of reference, resolved.
         row_tokens: tokens in the longest row, if the data has a limit; None assumes one row of all tokens.
         critic: what estimates values; None for an algorithm without.
+        gradients: how many of each parameter are kept at once.
     """
 
     policy: PolicyConfig
@@ -68,6 +69,7 @@ class Plan:
     reference: ResolvedReference = "none"
     row_tokens: int | None = None
     critic: CriticConfig | None = None
+    gradients: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class Estimator:
         """The estimate of a plan."""
         counts = self._count(replace(plan.policy, gradient_checkpointing=False))
         trained = counts.trained if plan.optim is not None else ()
-        gradients = sum(p.nbytes for p in trained)
+        gradients = plan.gradients * sum(p.nbytes for p in trained)
         adapter = sum(p.nbytes for p in counts.trained) if plan.policy.lora is not None else 0
         return Estimate(
             parameters=counts.parameters,

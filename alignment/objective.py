@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from alignment import policy_losses
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.metrics import Metrics
@@ -35,6 +36,9 @@ KEPT = "kept"
 class PolicyObjective:
     """One of `alignment.policy_losses`, or a user's own.
 
+    Attributes:
+        proportional: whether a token without an advantage is known to have no loss and no gradient.
+
     Args:
         loss: name, or import path of `fn(tokens: PolicyTokens, *, settings) -> [C]`.
         settings: keyword arguments of that function.
@@ -48,6 +52,8 @@ class PolicyObjective:
         self, loss: str, settings: Mapping[str, Any] | None, reduction: Reduction | None, max_length: int
     ) -> None:
         self._fn = POLICY_LOSSES.get(loss, settings)
+        # A loss of ours is; nothing is known of a user's own, registered or not.
+        self.proportional = POLICY_LOSSES.find(loss).__module__ == policy_losses.__name__
         self._form = form_of(loss)
         self.reduction: Reduction = reduction or self._form.reduction
         if self.reduction not in get_args(Reduction):

@@ -182,6 +182,10 @@ class OnlineMixin(PenalisedMixin):
         that must not be trained on are unscored. A collective: every rank calls it, also with an empty batch."""
         raise TypeError(f"{type(self).__name__} must define credit(batch, table)")
 
+    def pose(self, prompts: Sequence[Group], step: int | None) -> Sequence[Group]:
+        """The prompts as the policy reads them: a function of prompt and batch number (None in evaluation) alone."""
+        return prompts
+
     def update_part(self, part: GroupBatch) -> None:
         """One update from one minibatch."""
         self.update(part, self.loss, keep_groups=False)
@@ -283,6 +287,7 @@ class OnlineMixin(PenalisedMixin):
             self._pushed = self.batches_seen
 
     def _sample(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, step: int) -> GroupBatch:
+        prompts = self.pose(prompts, None if step == EVALUATION else step)
         found = self.rollout.generate(prompts, n, sampling, seed=self.seed, step=step)
         return found.batch.with_rows(**{TRUNCATED: found.truncated.float()})
 

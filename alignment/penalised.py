@@ -140,6 +140,11 @@ class PenalisedMixin(PolicyMixin):
 
     # ------------------------------------------------------------------ penalties
 
+    @property
+    def penalises(self) -> bool:
+        """Whether `penalties` may be a part of the loss."""
+        return bool(self.kl.in_loss or self.entropy.config.coefficient or self.entropy.controller)
+
     def old_logps(self, batch: GroupBatch) -> Tensor:
         """[C] log-probs under the policy that sampled."""
         return batch.tokens.get(OLD_LOGPS, batch.tokens[SAMPLER_LOGPS])

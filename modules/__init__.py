@@ -3,8 +3,9 @@
 from modules.dpo import DPO
 from modules.gdpo import GDPO
 from modules.grpo import GRPO
+from modules.morl import MORL
 from modules.ppo import PPO
 from modules.reward_model import RewardModel
 from modules.sft import SFT
 
-__all__ = ["DPO", "GDPO", "GRPO", "PPO", "SFT", "RewardModel"]
+__all__ = ["DPO", "GDPO", "GRPO", "MORL", "PPO", "SFT", "RewardModel"]

@@ -19,7 +19,6 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
-from alignment import policy_losses
 from alignment.advantages import ADVANTAGES, RewardTable, estimate
 from alignment.batches import GroupBatch
 from alignment.experience import ADVANTAGE, BEFORE, unscored, without_signal
@@ -27,7 +26,7 @@ from alignment.metrics import Metrics
 from alignment.objective import PolicyObjective
 from alignment.online import OnlineMixin
 from alignment.policy import PolicyConfig
-from alignment.policy_losses import POLICY_LOSSES, Reduction
+from alignment.policy_losses import Reduction
 from alignment.rewards import RewardSpec
 from alignment.update import Counts
 
@@ -67,9 +66,7 @@ class GRPO(OnlineMixin, L.LightningModule):
         self.save_hyperparameters()
         self.advantage = ADVANTAGES.get(advantage, advantage_args)
         self.objective = PolicyObjective(loss, loss_args, reduction, self.sampling.max_tokens)
-        # A loss of ours is proportional to the advantage; nothing is known of a user's own, registered or not.
-        only_policy_term = not (self.kl.in_loss or self.entropy.config.coefficient or self.entropy.controller)
-        self.skips = POLICY_LOSSES.find(loss).__module__ == policy_losses.__name__ and only_policy_term
+        self.skips = self.objective.proportional and not self.penalises
 
     def credit(self, batch: GroupBatch, table: RewardTable) -> GroupBatch:
         if self.kl.in_reward:
