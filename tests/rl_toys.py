@@ -172,3 +172,13 @@ def pretrained_adapter(policy: PolicyConfig, folder: Path) -> Path:
 def ones(tokens: PolicyTokens) -> Tensor:
     """A user's loss: 1 for every token, with a gradient."""
     return 1 + 0 * tokens.logps
+
+
+def pushed(tokens: PolicyTokens, *, push: float) -> Tensor:
+    """One with a setting that has no default."""
+    return -push * tokens.advantages * tokens.ratio()
+
+
+def detached(tokens: PolicyTokens) -> Tensor:
+    """One that forgot its gradient."""
+    return (-tokens.advantages * tokens.ratio()).detach()

@@ -372,6 +372,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"advantage_args": {"epz": 1}}, "advantage 'group' has no setting epz; it has eps"),
     ({"loss": "clp"}, "policy loss 'clp' is not known, did you mean 'clip'"),
     ({"loss_args": {"hi": 1}}, "policy loss 'clip' has no setting hi; it has low, high"),
+    ({"loss": "tests.rl_toys.pushed"}, "policy loss 'tests.rl_toys.pushed' needs the setting push"),
     ({"reduction": "mean"}, "reduction 'mean' is not known; use token_mean"),
     ({"kl": {"coefficient": 1, "estimator": "k9"}}, "KL estimator 'k9' is not known"),
     ({"kl": {"coefficient": -1}}, "KL coefficient is -1; it must be at least 0"),
@@ -414,3 +415,33 @@ def test_a_warning_about_single_completions(tmp_path: Path, caplog: pytest.LogCa
     watch, _ = fit(online(GRPO, completions=1), tmp_path)
     assert caplog.text.count("no group has two completions with a reward") == 1
     assert [u["grad_norm"] for u in watch.updates] == [0.0, 0.0]
+
+
+def test_a_head_with_an_adapter_cannot_give_a_full_kl(tmp_path: Path) -> None:
+    policy = PolicyConfig(lora=LoRAConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    module = online(GRPO, policy=policy, kl={"coefficient": 0.1, "estimator": "full_js"})
+    with pytest.raises(UserError, match="has another, or an adapter on it: use k1, k2, k3 or sym"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize("kind", [GRPO, PPO])
+def test_a_loss_that_is_detached_is_an_error(kind: Any, tmp_path: Path) -> None:
+    """In PPO the values would go on learning beside it."""
+    with pytest.raises(ValueError, match="the policy loss has no gradient"):
+        fit(online(kind, loss="tests.rl_toys.detached"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [GRPO, PPO])
+def test_a_reward_that_raises_costs_its_completions(kind: Any, tmp_path: Path) -> None:
+    """Those of prompts it does not like abstain, the others are trained on."""
+
+    def moody(completion: str, completion_ids: list[int], alive: bool) -> float:
+        if not alive:
+            raise RuntimeError("not this one")
+        return odd(completion, completion_ids)
+
+    data = FixedData(prompts(8, alive=[i % 4 > 0 for i in range(8)]), batch_size=4)
+    watch, run = fit(online(kind, rewards={"moody": here(moody)}, epochs=1), tmp_path, data)
+    assert run.global_step == 2
+    assert [row["rewards/moody/faults"] for row in watch.logged] == [0.25, 0.25]
+    assert all(u["grad_norm"] > 0 for u in watch.updates)
