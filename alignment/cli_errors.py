@@ -88,7 +88,9 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
     path: list[str] = []
     reasons: list[str] = []
     given: str | None = None
+    depth = 0  # of the first reason: alternatives that failed further out are not what the user meant
     for raw in message.splitlines():
+        indent = len(raw) - len(raw.lstrip())
         line = raw.strip().removeprefix("- ")
         key = _KEY.match(line)
         if key:
@@ -112,7 +114,8 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
         imported = _IMPORTED.match(line)
         if imported:
             given = imported[1]
-        elif line and not _NOISE.match(line):
+        elif line and not _NOISE.match(line) and indent >= depth:
+            depth = depth or indent
             reasons.append(_readable(line, given))
     if import_error is not None:
         return one_line(_prefix(path) + import_error)

@@ -50,6 +50,7 @@ from alignment.penalties import EntropyConfig, KLConfig
 from alignment.policy import PolicyConfig, base_model
 from alignment.policy_losses import mask_truncated
 from alignment.prompting import Filled, PromptSource, concatenate, fill, prompts_of, strata_of
+from alignment.protocols import SizedBatches
 from alignment.reference import Reference
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
@@ -191,6 +192,15 @@ class OnlineMixin(PenalisedMixin):
         self.update(part, self.loss, keep_groups=False)
 
     # ------------------------------------------------------------------ building
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if stage == "fit" and isinstance(data, SizedBatches) and self.minibatches > data.batch_size:
+            raise UserError(
+                f"minibatches is {self.minibatches} and data.batch_size {data.batch_size}; a minibatch needs a prompt "
+                "at least"
+            )
 
     def build_parts(self) -> None:
         super().build_parts()

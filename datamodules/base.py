@@ -62,7 +62,7 @@ class GroupData(L.LightningDataModule):
         template_kwargs: variables for the chat template, for example {enable_thinking: false}.
         system: system message for rows that have none.
         allow_special: let control tokens written in the rows' texts be control tokens. Trusted data only.
-        batch_size: groups per optimizer step, over all ranks.
+        batch_size: rows or pairs per optimizer step, prompts per rollout; over all ranks.
         max_prompt_tokens: longer prompts are cut on the left (BOS stays).
         max_completion_tokens: longer completions are cut on the right, and then do not end.
         max_tokens: prompt and completion together, in tokens; the completion is cut. Null: no such limit.

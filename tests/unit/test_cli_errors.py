@@ -221,6 +221,17 @@ def test_explain_takes_the_alternative_that_got_furthest() -> None:
     assert explain(report) == "unknown key 'model.lora.rank'; did you mean 'model.lora.r'?"
 
 
+def test_explain_leaves_out_alternatives_that_failed_further_out() -> None:
+    report = """Parser key "model.rewards":
+      Errors:
+        - Problem with given class_path 'alignment.rewards.RewardSpec':
+            Parser key "weight":
+              Expected a <class 'float'>. Got value: heavy
+        - Expected a <class 'str'>
+      Given value: {'weight': 'heavy'}"""
+    assert explain(report) == "model.rewards.weight: expected float, got heavy"
+
+
 def test_messages_stay_one_bounded_line() -> None:
     line = str(CommandLineError("a\nb " + "c" * 5000))
     assert line.startswith("a b c")

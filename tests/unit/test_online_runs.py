@@ -201,10 +201,12 @@ def test_max_steps_ends_a_rollout_early(kind: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [GRPO, PPO])
 def test_one_prompt_and_more_minibatches(kind: Any, tmp_path: Path) -> None:
-    """A minibatch without a group is a step without a gradient."""
-    watch, run = fit(online(kind, minibatches=2, epochs=1), tmp_path, FixedData(prompts(1), batch_size=1))
+    """A minibatch without a group is a step without a gradient in a short last batch, and a mistake in every batch."""
+    watch, run = fit(online(kind, minibatches=2, epochs=1), tmp_path, FixedData(prompts(1), batch_size=2))
     assert run.global_step == 2
     assert [u["grad_norm"] > 0 for u in watch.updates] == [False, True]
+    with pytest.raises(UserError, match=r"minibatches is 3 and data\.batch_size 2"):
+        fit(online(kind, minibatches=3, epochs=1), tmp_path, FixedData(prompts(4), batch_size=2))
 
 
 # ---------------------------------------------------------------------- evaluation

@@ -393,7 +393,11 @@ def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({}, {}, "no rewards are given"),
         ({"a/b": "x.y"}, {}, "it has no '/'"),
         ({"x": "Fromat"}, {}, r"reward 'x': there is no 'Fromat'; did you mean 'Format'\?"),
-        ({"x": "mine"}, {}, "reward 'x': there is no 'mine'; there are ExactMatch, .*, and your own as my_file.my_reward"),
+        (
+            {"x": "mine"},
+            {},
+            "reward 'x': there is no 'mine'; there are ExactMatch, .*, and your own as my_file.my_reward",
+        ),
         ({"a": {"reward": "x.y", "scale": [1, 1]}}, {}, "low below high"),
         ({"a": {"reward": "x.y", "scale": "auto"}}, {}, r"use \[low, high\], running"),
         ({"a": {"reward": "x.y", "timeout_s": 0}}, {}, "timeout_s is 0"),
