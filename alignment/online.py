@@ -41,7 +41,7 @@ from alignment.experience import (
     with_rewards,
 )
 from alignment.local_rollout import LocalRollout
-from alignment.metrics import Metrics, add_metrics
+from alignment.metrics import Metrics, add_metrics, mean_of
 from alignment.mismatch import importance_weights, mismatch_metrics
 from alignment.objective import IMPORTANCE, OLD_LOGPS
 from alignment.optim import SMALL_BATCH, OptimConfig
@@ -258,6 +258,7 @@ class OnlineMixin(PenalisedMixin):
         add_metrics(metrics, self._reward_metrics(experience, table))
         if self.mask_truncated:
             experience = mask_truncated(experience, experience.rows[TRUNCATED].bool())
+        metrics["frac_masked_seq"] = mean_of((experience.scored_lengths() == 0).double())
         experience = self.keep_high_entropy(experience)
         add_metrics(metrics, self.follow(experience))
         self._train_window.update(metrics)
@@ -336,8 +337,7 @@ class OnlineMixin(PenalisedMixin):
             source.observe(sampled, reward_of(sampled, self.success).clamp(0.0, 1.0))
 
     def _reward_metrics(self, batch: GroupBatch, table: RewardTable) -> Metrics:
-        labels = strata_of(batch)
-        strata = labels if any(labels) else None
+        strata = labels if any(labels := strata_of(batch)) else None
         return reward_metrics(table, batch.rows[ADVANTAGE], self.suite.names, strata, batch.rows.get(BEFORE))
 
     def note_batch_size(self, groups: float) -> None:

@@ -231,7 +231,7 @@ def test_truncated_completions_are_masked(tmp_path: Path) -> None:
     module = scripted(online(GRPO, **settings), [[5, 6], [7, 8]], [False, True])
     watch, _ = fit(module, tmp_path, data)
     assert watch.updates[0]["loss"] == 1.0
-    assert watch.logged[0]["completions/clipped_ratio"] == 0.5
+    assert (watch.logged[0]["completions/clipped_ratio"], watch.logged[0]["frac_masked_seq"]) == (0.5, 0.5)
     module = scripted(online(GRPO, kl={"measure": True}, **settings), [[5, 6], [7, 8]], [True, True])
     watch, run = fit(module, tmp_path, data)
     assert (watch.updates[0]["loss"], watch.updates[0]["grad_norm"]) == (0.0, 0.0)
