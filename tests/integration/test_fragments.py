@@ -6,14 +6,19 @@ Complete configurations and debug overlays are run by test_cli_runs.py, the two-
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from transformers import LlamaForSequenceClassification
 
 from alignment.cli import main
+from alignment.tiny import tiny_config, tiny_tokenizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
 USER, REPLY, WORSE = "What is the {} price?", "It is {} euros.", "No idea about {}."
 
 
@@ -35,6 +40,8 @@ def row(fragment: str, i: int) -> dict[str, Any]:
         "local_sft": {"instruction": user, "output": reply},
         "local_preference": {"question": user, "better": reply, "worse": worse},
         "persona": {"question": user, "answer_matching_behavior": " Yes", "answer_not_matching_behavior": " No"},
+        "prompts_local": {"prompt": user, "answer": reply, "difficulty": ("easy", "medium", "hard")[i % 3]},
+        "prompts_gsm8k": {"question": user + " please" * (i % 3), "answer": f"{reply} #### {i}"},
     }[fragment]
 
 
@@ -53,6 +60,22 @@ def test_every_data_fragment_runs(fragment: str, workdir: Path) -> None:
     assert main([*words, "--trainer.accelerator=cpu", "--trainer.logger=false"]) == 0
 
 
+@pytest.mark.parametrize("fragment", sorted(p.stem for p in (CONFIGS / "data").glob("prompts_*.yaml")))
+def test_every_fragment_of_prompts_runs(fragment: str, workdir: Path) -> None:
+    path = CONFIGS / "data" / f"{fragment}.yaml"
+    words = ["fit", "--model=GRPO", "--model.rewards={short: {reward: Efficiency, in_process: true}}", f"--data={path}"]
+    words += ["--model.completions=2", "--model.sampling.max_tokens=4", "--data.batch_size=4", "--data.max_rows=30"]
+    if "reasoning-gym" in path.read_text():
+        pytest.importorskip("reasoning_gym")
+    elif fragment != "prompts_support":
+        rows = workdir / "rows.jsonl"
+        rows.write_text("".join(json.dumps(row(fragment, i)) + "\n" for i in range(30)))
+        words += [f"--data.path={rows}", "--data.test_split=null"]
+    assert (
+        main([*words, "--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--trainer.logger=false", *QUIET]) == 0
+    )
+
+
 def test_the_cpu_trainer_and_the_callbacks_run(workdir: Path) -> None:
     words = ["fit", "-c", str(CONFIGS / "debug" / "sft_smoke.yaml"), "--trainer", str(CONFIGS / "trainer" / "cpu.yaml")]
     words += [f"--trainer.callbacks={CONFIGS / 'callbacks' / 'default.yaml'}", "--trainer.max_steps=1"]
@@ -66,6 +89,66 @@ def test_the_gpu_trainer_parses(workdir: Path, capsys: pytest.CaptureFixture[str
     assert "precision: bf16-mixed" in capsys.readouterr().out
 
 
+PRESETS = sorted(p.stem for p in (CONFIGS / "presets").glob("*.yaml"))
+SHORT = "--model.completions=2 --model.sampling.max_tokens=4 --data.batch_size=16 --data.max_rows=16"
+SHORT += " --trainer.fast_dev_run=1"
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `alignment export` leaves of a reward model with two members, and of one with a single output."""
+    folder = tmp_path_factory.mktemp("reward")
+    for outputs in (1, 2):
+        config = tiny_config()
+        config.num_labels = outputs
+        LlamaForSequenceClassification(config).save_pretrained(folder / str(outputs))
+        tiny_tokenizer().save_pretrained(folder / str(outputs))
+    return folder
+
+
+def resolved(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["fit", *words, "--print_config"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_what_it_says_and_runs(
+    preset: str, workdir: Path, reward_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Upon the configuration that its comment names; what it does not speak of stays."""
+    path = CONFIGS / "presets" / f"{preset}.yaml"
+    text = path.read_text()
+    assert len(text.splitlines()) <= 12
+    named = re.search(rf"# Use: alignment fit -c configs/(\w+)\.yaml -c configs/presets/{preset}\.yaml", text)
+    assert named is not None
+    base = str(CONFIGS / f"{named[1]}.yaml")
+    before, after = resolved(capsys, "-c", base), resolved(capsys, "-c", base, "-c", str(path))
+    said = yaml.safe_load(text)["model"]["init_args"]
+    assert after["model"]["class_path"] == before["model"]["class_path"]
+    for name, value in said.items():
+        mine = before["model"]["init_args"][name]
+        if name == "rewards":  # a mapping of rewards replaces the earlier one
+            assert list(after["model"]["init_args"][name]) == list(value)
+        else:
+            merged = {**mine, **value} if isinstance(mine, dict) else value
+            assert after["model"]["init_args"][name] == merged
+    for part in ("model", "data", "trainer"):
+        ours, theirs = (c[part]["init_args"] if part != "trainer" else c[part] for c in (before, after))
+        assert {k: v for k, v in ours.items() if k not in said} == {k: v for k, v in theirs.items() if k not in said}
+    (workdir / "models").mkdir()
+    (workdir / "models" / "reward").symlink_to(reward_model / ("1" if preset.startswith("critic") else "2"))
+    assert main(["fit", "-c", base, "-c", str(path), *SHORT.split(), "--trainer.accelerator=cpu", *QUIET]) == 0
+
+
+@pytest.mark.parametrize("preset", ["adaptive_kl", "dual_clip", "reward_model"])
+def test_presets_that_serve_ppo_too(preset: str, workdir: Path, reward_model: Path) -> None:
+    (workdir / "models").mkdir()
+    (workdir / "models" / "reward").symlink_to(reward_model / "1")
+    files = ["-c", str(CONFIGS / "ppo.yaml"), "-c", str(CONFIGS / "presets" / f"{preset}.yaml")]
+    assert main(["fit", *files, *SHORT.split(), "--trainer.accelerator=cpu", *QUIET]) == 0
+
+
 def test_no_fragment_is_left_out() -> None:
     folders = {p.parent.name for p in CONFIGS.rglob("*.yaml")}
-    assert folders == {"configs", "data", "trainer", "callbacks", "debug", "quickstart"}
+    assert folders == {"configs", "data", "trainer", "callbacks", "debug", "presets", "quickstart"}

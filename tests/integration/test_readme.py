@@ -9,10 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from alignment.cli import main
-from alignment.losses import PairLogRatios, check_dpo_loss
 from alignment.policy import PolicyConfig, load_policy, load_tokenizer
 from alignment.quickstart_report import Report, markdown
 
@@ -74,21 +72,6 @@ def test_the_python_block(folder: Path) -> None:
     block = next(block for kind, block in BLOCKS if kind == "python")
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     assert list(folder.rglob("manifest.json"))
-
-
-def test_a_loss_of_ones_own(folder: Path) -> None:
-    """The example of docs/extending.md, as a user's file in the working directory."""
-    page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
-    code, command = re.findall(r"```(?:python|bash)\n(.*?)```", page, flags=re.DOTALL)[:2]
-    (folder / "my_losses.py").write_text(code)
-    words = [*shlex.split(command)[1:], *SMALL, "--trainer.max_steps=1", "--trainer.logger=false"]
-    assert main([*words, "--trainer.enable_checkpointing=false", "--trainer.callbacks=null"]) == 0
-    import my_losses
-
-    one = torch.ones(1)
-    pairs = PairLogRatios(chosen=3 * one, rejected=one, chosen_tokens=one, rejected_tokens=one)
-    assert my_losses.squared_hinge(pairs, 0.1, 0.0).item() == pytest.approx(0.64)  # (1 - 0.1 * 2)^2
-    assert check_dpo_loss("my_losses.squared_hinge", 0.1, 0.0) is my_losses.squared_hinge
 
 
 TARGETS = ["quickstart", "quickstart MODEL=tiny", "quickstart-grpo", "test", "lint", "bench", "reliability"]
