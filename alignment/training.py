@@ -124,7 +124,8 @@ class TrainingMixin(L.LightningModule):
     # ------------------------------------------------------------------ training
 
     def setup(self, stage: str) -> None:
-        """Refuse Trainer settings under which training would be wrong, and data for another purpose. A subclass that overrides this calls super."""
+        """Refuse Trainer settings under which training would be wrong, and data for another purpose. A subclass that
+        overrides this calls super."""
         strategy, precision = self.trainer.strategy, str(self.trainer.precision)
         if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
             raise UserError(f"trainer.strategy {type(strategy).__name__} is not supported; use auto or ddp")
