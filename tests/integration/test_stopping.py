@@ -66,7 +66,7 @@ TOY = "tests.online_toys.OnlineToy"
 def stopped(plan: Plan, folder: Path) -> dict[str, Any]:
     """Run until the planned signal; the checkpoint it left."""
     process = trials.start(plan, folder)
-    process.join(120)
+    process.join(300)
     code = 130 if plan.stop_signal == signal.SIGINT else 143
     assert process.exitcode == code, (folder / "output.txt").read_text()[-2000:]
     return load_checkpoint_folder(resolve("last", folder / "checkpoints"))
@@ -76,7 +76,7 @@ def stopped(plan: Plan, folder: Path) -> dict[str, Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run: 3 epochs of 6 batches, a validation behind each epoch."""
     folder = tmp_path_factory.mktemp("whole")
-    trials.finish(Plan(algorithm=TOY, every=1000), folder, attempts=1)
+    trials.finish(Plan(algorithm=TOY, every=1000), folder, attempts=1, timeout=300)
     assert [b["batch"] for b in trials.batches(folder)] == list(range(18))
     return folder
 
@@ -95,7 +95,7 @@ def test_a_signal_while_sampling(number: int, places: tuple[int, ...], whole: Pa
         saved = stopped(replace(plan, stop_in_rollout=place), tmp_path)
         assert trials.batches(tmp_path)[-1]["batch"] == place - 1  # this one was begun ...
         assert saved["global_step"] == saved["alignment"]["batches_seen"] == place - 1  # ... and is not done
-    trials.finish(plan, tmp_path, attempts=1)
+    trials.finish(plan, tmp_path, attempts=1, timeout=300)
     assert trials.same_run(tmp_path, whole) == ""
 
 
@@ -104,7 +104,7 @@ def test_a_signal_while_sampling_for_a_validation(whole: Path, tmp_path: Path) -
     for place in (6, 12):
         saved = stopped(replace(plan, stop_in_rollout=place, in_validation=True), tmp_path)
         assert saved["global_step"] == place
-    trials.finish(plan, tmp_path, attempts=1)
+    trials.finish(plan, tmp_path, attempts=1, timeout=300)
     assert trials.same_run(tmp_path, whole) == ""
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [e["validation"] for e in events if "validation" in e] == [6, 6, 12, 12, 18]  # each anew from its beginning
@@ -113,10 +113,10 @@ def test_a_signal_while_sampling_for_a_validation(whole: Path, tmp_path: Path) -
 @pytest.mark.parametrize("algorithm", [TOY, "tests.online_toys.DeafToy"], ids=["both notice", "one notices"])
 def test_two_processes_drop_together(algorithm: str, tmp_path: Path) -> None:
     plan = Plan(algorithm=algorithm, every=1000, epochs=2, world_size=2)
-    trials.finish(plan, tmp_path / "whole", attempts=1)
+    trials.finish(plan, tmp_path / "whole", attempts=1, timeout=300)
     folder = tmp_path / "stopped"
     for place in (3, 7):
         saved = stopped(replace(plan, stop_in_rollout=place), folder)  # sent to rank 0 only
         assert saved["global_step"] == saved["alignment"]["batches_seen"] == place - 1
-    trials.finish(plan, folder, attempts=1)
+    trials.finish(plan, folder, attempts=1, timeout=300)
     assert trials.same_run(folder, tmp_path / "whole") == ""
