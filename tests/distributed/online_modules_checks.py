@@ -14,11 +14,13 @@ from alignment import distributed
 from alignment.optim import OptimConfig
 from datamodules import PromptData
 from modules.grpo import GRPO
+from modules.morl import MORL
 from modules.ppo import PPO
-from tests.rl_toys import Watch, here, odd_in_some, online, prompts
+from tests.rl_toys import Watch, here, odd, odd_in_some, online, prompts
 from tests.toys import FixedData, trainer
 
 SGD = OptimConfig(lr=1e-2, optimizer="sgd", schedule="linear")
+SEVERAL = {"odd": here(odd_in_some, scale="running"), "all": here(odd), "same": here(lambda completion: 0.5)}
 RUNS: dict[str, tuple[type, dict[str, Any]]] = {
     "grpo": (GRPO, {"minibatches": 2, "kl": {"coefficient": 0.1, "estimator": "k3"}, "advantage": "batch"}),
     "grpo, skipping": (GRPO, {"minibatches": 2, "epochs": 2, "loss": "gspo", "mask_truncated": True}),
@@ -30,6 +32,12 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "target": 0.1, "horizon": 50, "estimator": "k1", "place": "reward"},
             "entropy": {"target": 6.0, "coefficient": 0.01, "keep": 0.5},
         },
+    ),
+    "morl": (MORL, {"rewards": SEVERAL, "combine": "gradvac", "minibatches": 2, "epochs": 2, "preferences": {}}),
+    "morl, one score, critic": (MORL, {"rewards": SEVERAL, "scalarise": "chebyshev", "critic": {"kind": "head"}}),
+    "morl, a critic for each reward": (
+        MORL,
+        {"rewards": SEVERAL, "combine": "cagrad", "critic": {"kind": "head"}, "kl": {"coefficient": 0.1}},
     ),
 }
 
@@ -60,8 +68,9 @@ def modules(world: int, folder: Path) -> dict[str, Any]:
     """Batches of 4, 4 and 3 prompts, the last of which deals the ranks 2 and 1; only rank 0's prompts give a signal."""
     data = FixedData(prompts(11, alive=[i % 2 == 0 for i in range(11)]), batch_size=4)
     rewards = {"odd": here(odd_in_some, scale="running")}
+    common = {"rewards": rewards, "optim": SGD, "micro_batch_tokens": 40}
     return {
-        name: fit(online(kind, rewards=rewards, optim=SGD, micro_batch_tokens=40, **settings), data, world, folder)
+        name: fit(online(kind, **{**common, **settings}), data, world, folder)
         for name, (kind, settings) in RUNS.items()
     }
 

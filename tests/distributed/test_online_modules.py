@@ -1,4 +1,4 @@
-"""GRPO and PPO on two processes equal one: first gradients, metrics, weights; uneven batches, minibatches, refills."""
+"""GRPO, PPO and MORL on two processes equal one: first gradients, metrics, weights; uneven batches, refills."""
 
 from __future__ import annotations
 

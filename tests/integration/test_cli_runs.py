@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -215,6 +216,10 @@ def test_two_processes_record_one_run(workdir: Path) -> None:
 @pytest.mark.parametrize("config", sorted(p.name for p in CONFIGS.glob("*.yaml")))
 def test_every_complete_config_runs(workdir: Path, config: str) -> None:
     """Fit for two batches on the tiny policy, as written."""
+    if config == "modpo.yaml":  # the built-in pairs have no column for it
+        pair = {"chosen": "Three years.", "rejected": "That is a question that quite a lot of people ask."}
+        rows = [{"prompt": f"Question {i}?", **pair, "brevity": 0.7} for i in range(40)]
+        Path("my_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["-c", str(CONFIGS / config), "-c", str(CONFIGS / "debug" / "fast.yaml")]
     assert main(["fit", *files, "--trainer", str(CONFIGS / "trainer" / "cpu.yaml"), *QUIET]) == 0
 

@@ -1,4 +1,4 @@
-"""C21 for GRPO and PPO: from every batch and every epoch's end, a resumed run is bit for bit the one that went on."""
+"""C21 for GRPO, PPO and MORL: from every batch and epoch's end, a resumed run is bit for bit the one that went on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from alignment.codec import Encoder
 from alignment.optim import OptimConfig
 from datamodules import PromptData
 from modules.grpo import GRPO
+from modules.morl import MORL
 from modules.ppo import PPO
 from tests.loops import Rows
 from tests.rl_toys import here, odd_in_some, online
@@ -43,6 +44,11 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "success": "length",
         },
     ),
+    "morl, gradients with a memory and a drawn order": (
+        MORL,
+        {"combine": "gradvac", "epochs": 2, "preferences": {}, "dynamic_sampling": 1},
+    ),
+    "morl, ideal point and critic": (MORL, {"scalarise": "smooth_chebyshev", "critic": {"kind": "head"}}),
 }
 
 
@@ -115,6 +121,9 @@ def test_resumed_is_uninterrupted(name: str, tmp_path: Path) -> None:
     assert state["batches_seen"] == 6
     assert state["rewards"]["ranges"]["length"]
     assert tree["data"]["grades"]["version"] > 0
+    if RUNS[name][0] is MORL:
+        (method,) = state["several"].values()
+        assert method.get("ideal", method.get("memory")) not in (None, [[0.0, 0.0], [0.0, 0.0]])
     if "kl" in RUNS[name][1]:
         assert state["penalties"]["now"]["kl"]["coefficient"] != 0.1
     for place in ("batch 0", "batch 2", "epoch 3", "batch 5"):
