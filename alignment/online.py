@@ -55,7 +55,7 @@ from alignment.reference import Reference
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
 from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig
-from alignment.stopping import stop_requested, together
+from alignment.stopping import droppable, stop_requested, together
 from alignment.training import as_config
 from alignment.vllm_rollout import VLLMRollout, check_settings
 
@@ -208,7 +208,9 @@ class OnlineMixin(PenalisedMixin):
         settings = inner.generation_config
         stop = end_ids(self.tokenizer, inner.config.eos_token_id, settings.eos_token_id if settings else None)
         if config.vllm is not None:
-            self.rollout = VLLMRollout(**config.vllm, stop_ids=stop, device=self.target_device)
+            self.rollout = VLLMRollout(
+                **config.vllm, stop_ids=stop, device=self.target_device, should_stop=self._asked_to_leave
+            )
         else:
             pad = self.tokenizer.pad_token_id
             assert isinstance(pad, int), "load_tokenizer makes sure of a padding token"
@@ -288,8 +290,7 @@ class OnlineMixin(PenalisedMixin):
         return concatenate(rolled), self._measured(filled.batch, metrics)
 
     def _asked_to_leave(self) -> bool:
-        """While training: evaluation has no batch to drop, it ends at a batch's end."""
-        return self._trainer is not None and self.trainer.training and stop_requested(self)
+        return stop_requested(self)
 
     def _sync(self) -> None:
         """Give the engine the current weights, once per batch. A collective where they go to a server."""
@@ -373,9 +374,12 @@ class OnlineMixin(PenalisedMixin):
         config = self.rollout_config
         sampling = replace(self.sampling, temperature=config.eval_temperature)
         self._sync()
-        sampled = self._sample(prompts_of(batch), config.eval_completions, sampling, EVALUATION)
-        texts = Texts.decode(sampled, self.tokenizer)
-        matrix = self.suite.score(_Scored(sampled), texts, learn=False)
+        with droppable(self), together(self):
+            sampled = self._sample(prompts_of(batch), config.eval_completions, sampling, EVALUATION)
+            texts = Texts.decode(sampled, self.tokenizer)
+            pending = self.suite.submit(_Scored(sampled), texts, learn=False)
+            pending.wait(self._asked_to_leave)
+        matrix = pending.collect()
         self._eval_window.update(evaluation_metrics(sampled, matrix))
         return sample_rows(sampled, matrix, texts)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from alignment import quickstart_grpo
 from alignment.cli import main
 from alignment.policy import PolicyConfig, load_policy, load_tokenizer
 from alignment.quickstart_report import Report, markdown
@@ -37,7 +38,14 @@ def folder(workdir: Path) -> Path:
 def test_there_is_no_command_that_no_test_runs() -> None:
     others = [line for line in LINES if line not in EVERYDAY]
     kinds = sorted({" ".join(line.split()[:2]) for line in others if line})
-    assert kinds == ["alignment export", "alignment fetch", "alignment ui", "make quickstart", "make test"]
+    assert kinds == [
+        "alignment export",
+        "alignment fetch",
+        "alignment ui",
+        "make quickstart",
+        "make quickstart-grpo",
+        "make test",
+    ]
 
 
 def test_your_own_model_and_data(folder: Path) -> None:
@@ -101,3 +109,10 @@ def test_the_table_is_the_committed_measurement() -> None:
     assert shown is not None
     report = Report.from_json((REPOSITORY / "reports" / "quickstart.json").read_text())
     assert shown.group(1).strip() == markdown(report).strip()
+
+
+def test_the_online_table_is_the_committed_measurement() -> None:
+    shown = re.search(r"<!-- quickstart-grpo:.*?-->\n(.*?)<!-- /quickstart-grpo -->", README, flags=re.DOTALL)
+    assert shown is not None
+    report = quickstart_grpo.Report.from_json((REPOSITORY / "reports" / "quickstart_grpo.json").read_text())
+    assert shown.group(1).strip() == quickstart_grpo.markdown(report).strip()
