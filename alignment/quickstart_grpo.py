@@ -122,7 +122,7 @@ def run(model: str, root: Path, steps: int | None, console: Console) -> Report:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     limit = ["--trainer.max_steps", str(steps)] if steps is not None else []
     if model == "tiny":
-        start, config, data = _tiny_start(root, limit, console)
+        start, config, data = _tiny_start(root, console)
     else:
         start, config, data = start_model(model, root), "grpo", []
     clock.lap("model")
@@ -145,12 +145,12 @@ def run(model: str, root: Path, steps: int | None, console: Console) -> Report:
     )
 
 
-def _tiny_start(root: Path, limit: list[str], console: Console) -> tuple[str, str, list[str]]:
+def _tiny_start(root: Path, console: Console) -> tuple[str, str, list[str]]:
     """(a model that has learned half of its task by SFT, the configuration that takes it further, its data)."""
     torch.set_num_threads(1)  # its matrices are too small to share: threads would only wait for one another
     home = root / "models" / "quickstart-grpo-tiny"
     rows = write_rows(home / "rows")
-    folder = _stage("fit", "grpo_sft_tiny", "tiny", root, ["--data.path", str(rows["worked"]), *limit], console)
+    folder = _stage("fit", "grpo_sft_tiny", "tiny", root, ["--data.path", str(rows["worked"])], console)
     start = export(resolve("last", folder / "checkpoints"), home / "sft", force=True)
     return str(start), "grpo_tiny", ["--data.path", str(rows["prompts"]), "--data.val_path", str(rows["held_out"])]
 
@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m alignment.quickstart_grpo", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2", help="smollm2, tiny, a hub id or a folder")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder for models, runs and mlflow.db")
-    parser.add_argument("--steps", type=int, help="optimizer steps of each stage, instead of the configurations'")
+    parser.add_argument("--steps", type=int, help="optimizer steps of GRPO, instead of the configuration's")
     parser.add_argument("--figure", type=Path, help="draw the curve into this file (.png, .svg)")
     parser.add_argument("--report", type=Path, help="keep the numbers in this file too (.json)")
     options = parser.parse_args(argv)

@@ -112,7 +112,8 @@ def test_the_quickstarts_files_are_complete_runs(capsys: pytest.CaptureFixture[s
     assert lines[0].startswith("# ")
     assert len(lines) <= 40
     config = resolved(capsys, "fit", "-c", str(file))
-    assert config["model"]["class_path"] == ("modules.SFT" if file.stem.startswith("sft") else "modules.DPO")
+    module = "SFT" if "sft" in file.stem else file.stem.removesuffix("_tiny").upper()
+    assert config["model"]["class_path"] == f"modules.{module}"
     assert config["trainer"]["callbacks"][0]["class_path"] == "callbacks.Checkpoint"
 
 

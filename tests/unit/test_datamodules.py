@@ -194,7 +194,7 @@ def test_field_docs_are_the_help_text(cls):
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(cls, "data")
     usage = " ".join(parser.format_help().split())
-    assert "groups per optimizer step, over all ranks" in usage
+    assert "prompts per rollout; over all ranks" in usage
     assert "longer prompts are cut on the left" in usage
 
 
