@@ -23,6 +23,7 @@ _NO_VALUE = re.compile(r"argument (?:-\w/)?(--\S+): expected one argument")
 _IMPORTED = re.compile(r"Expected a path but (\S+) either not accessible or invalid")
 _NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _NO_LOADER = re.compile(r"`(train|val|test|predict)_dataloader` must be implemented")
+_WANTS_SETTINGS = re.compile(r"Not a valid subclass of (\w+)$")
 _NOT_A_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NOISE = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Given value|Expected a <class 'NoneType'>"
@@ -88,6 +89,7 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
     path: list[str] = []
     reasons: list[str] = []
     given: str | None = None
+    wanted: str | None = None  # whose settings a value should have been
     depth = 0  # of the first reason: alternatives that failed further out are not what the user meant
     for raw in message.splitlines():
         indent = len(raw) - len(raw.lstrip())
@@ -109,6 +111,8 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
             meant = suggest(missing[1], class_names)
             hint = f"; did you mean '{meant}'?" if meant else ", neither a known name nor an importable path"
             return f"{_prefix(path)}no class '{missing[1]}'{hint}"
+        settings = _WANTS_SETTINGS.match(line)
+        wanted = settings[1] if settings and wanted is None else wanted
         if line.startswith("Given value: ") and given is None:
             given = line.removeprefix("Given value: ")
         imported = _IMPORTED.match(line)
@@ -119,6 +123,8 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
             reasons.append(_readable(line, given))
     if import_error is not None:
         return one_line(_prefix(path) + import_error)
+    if not reasons and wanted is not None:
+        reasons = [f"expected the settings of {wanted}, got {given}"]
     return one_line(_prefix(path) + (_joined(list(dict.fromkeys(reasons)), given) or message))
 
 
@@ -165,6 +171,7 @@ def _readable(text: str, given: str | None) -> str:
     text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
     text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
     text = re.sub(r"Expected an? ", "expected ", text)
+    text = re.sub(r"expected dict\b", "expected a mapping", text)
     text = re.sub(r"Unable to load config ['\"](.*)['\"]$", r"'\1' is neither a file that is there nor settings", text)
     text = re.sub(r"Import path (\S+ )?does not correspond", rf"{given} does not correspond", text) if given else text
     lacks = _NO_ATTRIBUTE.search(text)

@@ -14,8 +14,10 @@ import logging
 import os
 import sys
 import warnings
+from dataclasses import fields, is_dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 # Lightning 2.6 still calls what jsonargparse 4.49 deprecated; read when jsonargparse is imported.
@@ -125,6 +127,7 @@ class AlignmentCLI(LightningCLI):
                 raise CommandLineError(f"{ex}; options go after the subcommand: alignment fit -c FILE ...") from ex
             raise
         self._check_trainer_settings()
+        self._check_nested()
 
     def _check_trainer_settings(self) -> None:
         trainer = self._settings()["trainer"]
@@ -133,6 +136,18 @@ class AlignmentCLI(LightningCLI):
         for name, (default, instead) in _REFUSED.items():
             if trainer.get(name) != default:
                 raise CommandLineError(f"trainer.{name} is not used here: {instead}")
+
+    def _check_nested(self) -> None:
+        """A setting with fields of its own is a mapping of them; constructing it would not say which one is not."""
+        for part in ("model", "data"):
+            chosen = self._settings().get(part)
+            if not isinstance(chosen, Namespace) or not chosen.get("init_args"):
+                continue
+            for name, kind in _parameters(_class(chosen.class_path)).items():
+                value = chosen.init_args.get(name)
+                if is_dataclass(kind) and value is not None and not isinstance(value, Namespace | dict):
+                    known = ", ".join(f.name for f in fields(kind))
+                    raise CommandLineError(f"{part}.{name}: expected a mapping with any of {known}, got {value!r}")
 
     def _settings(self) -> Namespace:
         """The settings of the chosen subcommand."""
@@ -175,8 +190,7 @@ class AlignmentCLI(LightningCLI):
     def _settings_with(self, saved: dict[str, Any]) -> Namespace:
         """The command line parsed once more, upon the checkpoint's hyper-parameters."""
         chosen = self._settings().model.class_path
-        module, _, name = chosen.rpartition(".")
-        accepted = inspect.signature(getattr(sys.modules[module], name)).parameters
+        accepted = _parameters(_class(chosen))
         model = {"class_path": chosen, "init_args": {k: v for k, v in saved.items() if k in accepted}}
         at = self.words.index(self.config["subcommand"]) + 1
         words = [*self.words[:at], "--config", json.dumps({"model": model}), *self.words[at:]]
@@ -310,6 +324,31 @@ def _as_list(value: Any) -> list[Any]:
     if value is None or value is False:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _class(path: str) -> type:
+    """The class at an import path that the parser has imported."""
+    module, _, name = path.rpartition(".")
+    found: type = getattr(sys.modules[module], name)
+    return found
+
+
+def _parameters(cls: type) -> dict[str, Any]:
+    """What constructing a class takes, also what its `**settings` hand on to its bases: name -> type, None where the
+    annotation is more than a name."""
+    out: dict[str, Any] = {}
+    for base in cls.__mro__:
+        init = base.__dict__.get("__init__")
+        if not isinstance(init, FunctionType):
+            continue
+        parameters = list(inspect.signature(init).parameters.values())[1:]
+        for parameter in parameters:
+            kind = parameter.annotation
+            kind = init.__globals__.get(kind) if isinstance(kind, str) else kind
+            out.setdefault(parameter.name, kind)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return out
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

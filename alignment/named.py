@@ -56,6 +56,8 @@ class Registry(Generic[F]):
         """The function called `name`, or the one at the import path `name`. Raises UserError when there is none."""
         if name in self._functions:
             return self._functions[name]
+        if not isinstance(name, str):
+            raise UserError(f"{self.kind} is {name}; available: {', '.join(self)}, or the import path of your own")
         if "." not in name:
             near = difflib.get_close_matches(name, self._functions, n=1)
             hint = f", did you mean '{near[0]}'?" if near else ""

@@ -56,7 +56,6 @@ def folder(workdir: Path) -> Path:
     return workdir
 
 
-@pytest.mark.slow
 def test_online_commands(folder: Path) -> None:
     """In the order of the page: the reward model that the last ones need is made by those before them."""
     save_tiny(folder / "models" / "mine")
