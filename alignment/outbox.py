@@ -22,6 +22,8 @@ PATIENCE = 1.0
 """Seconds of waiting that one outage may cost."""
 FIRST_RETRY, LAST_RETRY = 0.5, 60.0
 """Seconds between two tries; doubled from the first to the last."""
+IDLE = 10.0
+"""Seconds without a call after which the thread ends: a process may make many runs, each with a queue."""
 LIMIT = 20_000
 """Calls kept while the tracker is away; beyond it the oldest are dropped (metrics are on disk anyway)."""
 
@@ -96,7 +98,9 @@ class Outbox:
         pause = FIRST_RETRY
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._calls))
+                if not self._changed.wait_for(lambda: bool(self._calls), timeout=IDLE):
+                    self._thread = None  # the next call starts another one
+                    return
                 call = self._calls[0]
             try:
                 call.run()

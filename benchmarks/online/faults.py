@@ -1,7 +1,8 @@
 """A reward that raises on 1 % of its calls and hangs on 0.1 %: the run ends, and its metrics say how often it did.
 
 Whether a call fails is a keyed hash of what it scores. The reward notes each fault in a journal before it commits it,
-so what was injected is known from outside the run.
+so what was injected is known from outside the run. A trained policy says the same several times, and the same text
+meets the same fault.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from alignment.checkpoint import load_checkpoint_folder
+from alignment.training import STATE_KEY
 from benchmarks.online.bench import alignment, table
 from benchmarks.online.tiny import make_start
 
@@ -60,12 +63,14 @@ def run(data: Path) -> dict[str, Any]:
     fit = alignment("fit", "faults", "faults")
     after = _held()
     injected = Counter(Path(JOURNAL).read_text().split())
+    kinds = load_checkpoint_folder(fit.checkpoint)[STATE_KEY]["rewards"]["history"]["kinds"]["flaky"]
     counted = sum(round(share * BATCH) for _, share in fit.curve("rewards/flaky/faults"))
     abstained = sum(round(share * BATCH) for _, share in fit.curve("rewards/flaky/abstained"))
     return {
         "steps": len(fit.curve("loss")),
         "calls": STEPS * BATCH,
         "injected": dict(injected),
+        "kinds": kinds,
         "counted": counted,
         "abstained": abstained,
         "logged": _log_lines(),
@@ -91,15 +96,14 @@ def _log_lines() -> int:
 
 def block(found: dict[str, Any]) -> list[str]:
     """The lines of the report."""
-    injected = sum(found["injected"].values())
-    kinds = ", ".join(f"{count} × {kind}" for kind, count in sorted(found["injected"].items()))
+    injected, kinds = found["injected"], found["kinds"]
     pairs = [(name, found[name]) for name in ("children", "descriptors", "threads")]
     rows = [
         ["optimizer steps done, of those asked for", f"{found['steps']} of {STEPS}"],
         ["calls of the reward", f"{found['calls']:,}"],
-        [f"faults injected ({kinds})", str(injected)],
-        ["faults in the metrics", str(found["counted"])],
-        ["abstentions in the metrics", str(found["abstained"])],
+        ["calls that raised: injected, counted by the run", f"{injected['raise']}, {kinds['raise']}"],
+        ["calls over the time limit: injected, counted", f"{injected['timeout']}, {kinds['timeout']}"],
+        ["faults and abstentions in the metrics", f"{found['counted']}, {found['abstained']}"],
         [
             "mean reward of the first and the last batch",
             f"{found['reward']['first']:.2f}, {found['reward']['last']:.2f}",
@@ -107,8 +111,8 @@ def block(found: dict[str, Any]) -> list[str]:
         *([f"{name} of the process, before and after", f"{n['before']}, {n['after']}"] for name, n in pairs),
         ["seconds", f"{found['seconds']:.0f}"],
     ]
-    agree = "agree" if injected == found["counted"] == found["abstained"] else "DO NOT AGREE"
-    return [*table(["", ""], rows), "", f"Faults injected and faults counted {agree}."]
+    exact = injected == kinds and sum(kinds.values()) == found["counted"] == found["abstained"]
+    return [*table(["", ""], rows), "", f"Faults injected and faults counted {'agree' if exact else 'DO NOT AGREE'}."]
 
 
 def picture(found: dict[str, Any], path: Path) -> None:

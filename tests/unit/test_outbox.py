@@ -24,6 +24,17 @@ def test_calls_run_in_order_off_the_callers_thread() -> None:
     assert seen == [(i, "tracker") for i in range(100)]
 
 
+def test_the_thread_ends_when_nothing_comes_and_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "IDLE", 0.05)
+    box, threads = Outbox("tracker"), []
+    for _ in range(2):
+        box.put(lambda: threads.append(threading.current_thread()))
+        assert box.wait()
+        threads[-1].join(timeout=10)
+        assert not threads[-1].is_alive()
+    assert threads[0] is not threads[1]
+
+
 @pytest.mark.filterwarnings("ignore:tracker is away")
 def test_an_outage_delays_and_loses_nothing() -> None:
     box, seen, failures = Outbox("tracker"), [], iter([1, 2, 3])
