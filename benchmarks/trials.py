@@ -14,7 +14,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import warnings
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from alignment.local_rollout import LocalRollout
 from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.randomness import generator
+from benchmarks.ports import meeting_port
 from callbacks import Checkpoint, Signals
 from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader
 
@@ -247,9 +247,7 @@ def start(plan: Plan, folder: Path) -> BaseProcess:
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.trials"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = meeting_port()
     ranks = [context.Process(target=attempt, args=(plan, folder, r, port), daemon=True) for r in range(plan.world_size)]
     for process in ranks:
         process.start()

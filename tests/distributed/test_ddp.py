@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ports import meeting_port
 from tests.distributed import ddp_checks
-from tests.ports import meeting_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODULES = ("sft", "reward", "dpo")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.ports import meeting_port
 from tests.distributed import online_modules_checks
-from tests.ports import meeting_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNS = [("modules", name) for name in online_modules_checks.RUNS] + [("refills", "GRPO"), ("refills", "PPO")]

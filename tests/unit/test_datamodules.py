@@ -12,8 +12,8 @@ import datamodules.prepare
 from alignment.errors import UserError
 from alignment.randomness import permutation
 from alignment.tiny import tiny_tokenizer as build_tokenizer
+from benchmarks.ports import meeting_port
 from datamodules import GroupData, PreferenceData, SupervisedData
-from tests.ports import meeting_port
 
 # 40 prompts with three comparisons each, scattered, in changing case and spacing.
 ROWS = [

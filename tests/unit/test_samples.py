@@ -16,11 +16,11 @@ from mlflow.tracking import MlflowClient
 
 from alignment.errors import UserError
 from alignment.tracking import TrackingLogger
+from benchmarks.ports import meeting_port
 from callbacks import Checkpoint, Samples
 from callbacks.samples import _log_table, _read
 from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader
 from tests.loops import Recorder, loaders
-from tests.ports import meeting_port
 from tests.toys import trainer
 
 COLUMNS = ["step", "index", "stratum", "prompt", "completion", "reward", "rewards/long", "rewards/right", "truncated"]
