@@ -4,7 +4,8 @@
 
 LoRA is merged into its base, or kept as an adapter folder beside which the base is needed. A base trained in 4 or 8
 bits is merged in full precision: the adapter is added to the weights as they were before rounding, so the exported
-model is close to the trained one, not bit-equal.
+model is close to the trained one, not bit-equal. Of a policy with heads the model is the trunk, and its heads are in a
+folder beside it (`alignment.heads_file`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from alignment.chat import end_ids
 from alignment.checkpoint_folder import load_checkpoint_folder
 from alignment.errors import UserError
+from alignment.heads_file import HasHeads, SavedHeads, of_checkpoint, write_heads
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
 from alignment.sources import locate
-from alignment.training import as_config
+from alignment.training import STATE_KEY, as_config
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class _Trained:
     config: PolicyConfig
     tokenizer: PreTrainedTokenizerBase
     weights: Mapping[str, Tensor]
+    heads: SavedHeads | None
 
 
 def export(
@@ -85,7 +88,7 @@ def export(
     else:
         model = _merged(trained)
         model.generation_config = generation_config(model, trained.tokenizer)
-    write_model(model, trained.tokenizer, out)
+    write_model(model, trained.tokenizer, out, trained.heads)
     return out
 
 
@@ -103,7 +106,8 @@ def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def _from_live(module: Exportable) -> _Trained:
     config = module.policy_config
-    return _Trained(config=config, tokenizer=module.tokenizer, weights=module.policy.state_dict())
+    heads = module.saved_heads() if isinstance(module, HasHeads) else None
+    return _Trained(config=config, tokenizer=module.tokenizer, weights=module.policy.state_dict(), heads=heads)
 
 
 def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
@@ -114,11 +118,13 @@ def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
     config = replace(as_config(PolicyConfig, saved), trust_remote_code=trust_remote_code)
     state: dict[str, Tensor] = checkpoint["state_dict"]
     weights = {n.removeprefix("policy."): v for n, v in state.items() if n.startswith("policy.")}
-    others = sorted(n for n in state if not n.startswith("policy."))
+    heads = of_checkpoint(state, checkpoint.get(STATE_KEY, {}))
+    kept = ("policy.",) if heads is None else ("policy.", "heads.")
+    others = sorted(n for n in state if not n.startswith(kept))
     if others:
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         log.warning("left out of the export, which holds the policy alone: %s%s", ", ".join(others[:3]), more)
-    return _Trained(config=config, tokenizer=load_tokenizer(config), weights=weights)
+    return _Trained(config=config, tokenizer=load_tokenizer(config), weights=weights, heads=heads)
 
 
 def _merged(trained: _Trained) -> PreTrainedModel:
@@ -174,7 +180,12 @@ def check_target(out: Path, force: bool) -> None:
         raise UserError(f"'{out}' holds something else than an exported model; --force does not delete it")
 
 
-def write_model(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, out: Path) -> None:
+def write_model(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    heads: SavedHeads | None = None,
+) -> None:
     """Write a model's folder; see `appearing`."""
     with appearing(out) as partial:
         if isinstance(model, PeftModel):
@@ -182,6 +193,8 @@ def write_model(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokeniz
         else:
             model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        if heads is not None:
+            write_heads(heads, partial)
 
 
 @contextmanager

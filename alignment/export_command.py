@@ -10,6 +10,7 @@ from alignment import runs
 from alignment.checkpoint import CheckpointError, resolve
 from alignment.errors import UserError
 from alignment.export import export
+from alignment.heads_file import FOLDER as HEADS
 from alignment.reward_export import export_reward, is_reward_model
 
 
@@ -40,7 +41,10 @@ def main(argv: Sequence[str]) -> int:
         force=given.force,
         trust_remote_code=given.trust_remote_code,
     )
-    print(f"{out} holds the model; try it:  transformers chat {out}")
+    if (out / HEADS).is_dir():
+        print(f"{out} holds the trunk and its heads; both together: alignment.heads_file.load_fused('{out}')")
+    else:
+        print(f"{out} holds the model; try it:  transformers chat {out}")
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alignment.heads import Between
+from alignment.head_config import Between
 
 
 class HeadSteps:

@@ -23,117 +23,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.full_kl import Head
+from alignment.head_config import BudgetConfig, FusionConfig, HeadsConfig, Pool
 from alignment.lm_head import LogitForm
 from alignment.logprobs import decoder_of
 from alignment.policy import base_model
 from alignment.randomness import generator
-
-Between = Literal["mean", "last", "rate"]
-Pool = Literal["log_linear", "linear"]
-Mode = Literal["joint", "decode_only"]
-
-
-@dataclass(kw_only=True)
-class HeadsConfig:
-    """The sub-policies.
-
-    Args:
-        rank: width r of a head's hidden layer. Null: a quarter of the trunk's width, at least 8.
-        scaled: divide a head's output by sqrt(r), so that its first steps do not depend on the rank.
-        kl: weight of each head's own KL to the reference, over the whole vocabulary. At 0 nothing bounds a head, and
-            the heads of opposed rewards pull apart without end.
-        kl_every: take that KL at every n-th token of a completion, the first of them drawn.
-        every: heads step on their mean gradient over this many steps of the trunk.
-        between: what becomes of the gradients in between: `mean` as said, `last` drops all but the last one, `rate`
-            lets heads step with the trunk, at 1 / every of its learning rate.
-    """
-
-    rank: int | None = None
-    scaled: bool = True
-    kl: float = 0.02
-    kl_every: int = 16
-    every: int = 3
-    between: Between = "mean"
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "kl_every", "every"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"heads.{name} is {value}; it must be at least 1")
-        if not self.kl >= 0:
-            raise UserError(f"heads.kl is {self.kl}; it must be at least 0")
-        _one_of("heads.between", self.between, get_args(Between))
-
-
-@dataclass(kw_only=True)
-class FusionConfig:
-    """How sub-policies become one policy.
-
-    Args:
-        pool: `log_linear`: the normalised weighted product of the sub-policies; `linear`: their weighted mean.
-        mode: `joint`: completions are drawn from the fused policy and everything is trained together; `decode_only`:
-            each head is trained on completions of its own, trunk and fusion stay as they are, heads are fused only to
-            evaluate and to export.
-        width: width of an attention head. Null: the trunk's width divided by the number of rewards, at least 8.
-        temperature: tau, divides the scores; high: the preference alone decides.
-        entropy: weight of the bonus for even fusion weights.
-        weights: name -> preference at evaluation and export, in place of the rewards' weights; rewards that are not
-            named keep theirs. Training does not see it.
-    """
-
-    pool: Pool = "log_linear"
-    mode: Mode = "joint"
-    width: int | None = None
-    temperature: float = 1.0
-    entropy: float = 0.01
-    weights: dict[str, float] | None = None
-
-    def __post_init__(self) -> None:
-        _one_of("fusion.pool", self.pool, get_args(Pool))
-        _one_of("fusion.mode", self.mode, get_args(Mode))
-        if self.width is not None and self.width < 1:
-            raise UserError(f"fusion.width is {self.width}; it must be at least 1")
-        if not self.temperature > 0 or not self.entropy >= 0:
-            raise UserError(
-                f"fusion.temperature is {self.temperature} and fusion.entropy {self.entropy}; they are above 0 and at "
-                "least 0"
-            )
-
-
-@dataclass(kw_only=True)
-class BudgetConfig:
-    """Shares of the trained parameters. The trunk's is what the policy trains (all of it, or its adapters); the rank of
-    the heads and the width of the fusion follow from it.
-
-    Args:
-        trunk, heads, fusion: in any unit, for example 70 : 30 : 10.
-    """
-
-    trunk: float = 70.0
-    heads: float = 30.0
-    fusion: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not min(self.trunk, self.heads, self.fusion) > 0:
-            raise UserError(f"budget is {self.trunk} : {self.heads} : {self.fusion}; each share must be above 0")
-
-    def fit(self, trunk: int, hidden: int, count: int) -> tuple[int, int]:
-        """(rank, width) for `count` heads beside `trunk` trained parameters. Both parts cost 2 count hidden each."""
-        unit = trunk / self.trunk / (2 * count * hidden)
-        return max(1, round(self.heads * unit)), max(1, round(self.fusion * unit))
-
-
-def _one_of(name: str, value: str, kinds: Sequence[str]) -> None:
-    if value not in kinds:
-        raise UserError(f"{name} is '{value}'; it is one of {', '.join(kinds)}")
-
+from alignment.reference import Reference
 
 # --------------------------------------------------------------------------------------------------------------- parts
 
@@ -214,8 +118,6 @@ class HeadsSpec:
         hidden, count = head.weight.shape[1], len(weights)
         rank, width = heads.rank or max(8, hidden // 4), fusion.width or max(8, hidden // count)
         if budget is not None:
-            if heads.rank is not None or fusion.width is not None:
-                raise UserError("budget sizes heads and fusion: leave heads.rank and fusion.width null, or budget")
             trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
             rank, width = budget.fit(trained, hidden, count)
         return cls(
@@ -263,7 +165,7 @@ class Heads(nn.Module):
         seed: of the random half of the weights.
 
     Attributes:
-        preference: K shares of 1, the w in force; set it with `preferring`.
+        preference: K shares of 1, the w in force.
     """
 
     prior: Tensor
@@ -280,9 +182,10 @@ class Heads(nn.Module):
         assert self.fusion.num_heads == len(self.subs), "one attention head per reward"
         self.register_buffer("prior", torch.zeros(count), persistent=False)
         self._attached = True
-        self._prefer(spec.weights)
+        self.prefer(spec.weights)
 
-    def _prefer(self, weights: Sequence[float]) -> None:
+    def prefer(self, weights: Sequence[float]) -> None:
+        """Other weights w from now on: K shares of 1."""
         self.preference = tuple(weights)
         self.prior.copy_(torch.tensor(self.preference).log())
 
@@ -290,11 +193,11 @@ class Heads(nn.Module):
     def preferring(self, weights: Sequence[float]) -> Iterator[None]:
         """Other weights w in this block; a single one above 0 makes the policy that head's own."""
         before = self.preference
-        self._prefer(weights)
+        self.prefer(weights)
         try:
             yield
         finally:
-            self._prefer(before)
+            self.prefer(before)
 
     def alone(self, k: int) -> tuple[float, ...]:
         """The preference under which the policy is head k."""
@@ -362,3 +265,20 @@ class Heads(nn.Module):
         deltas = self.deltas(h)
         log_alpha = self.log_alpha(self.scores(h, deltas))
         return mixture([h + d for d in deltas], log_alpha, module.weight, module.bias)
+
+
+class Headless(Reference):
+    """The reference of a policy with heads: what it is without them."""
+
+    kind = "headless"
+
+    def __init__(self, inner: Reference, heads: Heads) -> None:
+        self._inner, self._heads = inner, heads
+
+    def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
+        with self._heads.detached():
+            return self._inner.token_logps(batch, temperature)
+
+    def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
+        with self._heads.detached():
+            return self._inner.states(batch)

@@ -75,8 +75,8 @@ def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, parts: Collection[str] = ()
 ) -> list[dict[str, Any]]:
     """Trainable parameters in two groups, matrices with decay and vectors without, in the order given; an empty group
-    is left out. `parts` are beginnings of names: each part has groups of its own, behind those of the rest. Raises
-    ValueError when nothing is trainable."""
+    is left out. `parts` are beginnings of names: each part has groups of its own, behind those of the rest, and their
+    names begin with it. Raises UserError when nothing is trainable."""
     kinds = {MATRICES: weight_decay, "vectors": 0.0}
     groups: dict[tuple[str, str], list[nn.Parameter]] = {(part, kind): [] for part in ("", *parts) for kind in kinds}
     for name, p in named:
@@ -84,7 +84,7 @@ def parameter_groups(
             part = next((part for part in parts if name.startswith(part)), "")
             groups[part, MATRICES if p.ndim >= 2 and not name.endswith("bias") else "vectors"].append(p)
     found = [
-        {"name": kind, "part": part, "params": members, "weight_decay": kinds[kind]}
+        {"name": part + kind, "part": part, "params": members, "weight_decay": kinds[kind]}
         for (part, kind), members in groups.items()
         if members
     ]
@@ -176,7 +176,7 @@ def refresh(optimizer: torch.optim.Optimizer, schedule: LambdaLR, weight_decay: 
         if weight_decay is not None:
             fresh = optimizer.defaults  # not part of the state
             group.update({name: fresh[name] for name in ("betas", "eps", "momentum") if name in fresh})
-            group["weight_decay"] = weight_decay if group["name"] == MATRICES else 0.0
+            group["weight_decay"] = weight_decay if group["name"].endswith(MATRICES) else 0.0
             group["initial_lr"] = schedule.base_lrs[i] = fresh["lr"] * group["lr_factor"]
         group["lr"] = schedule.base_lrs[i] * schedule.lr_lambdas[i](schedule.last_epoch)
     schedule._last_lr = [group["lr"] for group in optimizer.param_groups]

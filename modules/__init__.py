@@ -1,5 +1,6 @@
 """One LightningModule per algorithm, each importable as `modules.Name`."""
 
+from modules.decoupled_po import DecoupledPO
 from modules.dpo import DPO
 from modules.gdpo import GDPO
 from modules.grpo import GRPO
@@ -8,4 +9,4 @@ from modules.ppo import PPO
 from modules.reward_model import RewardModel
 from modules.sft import SFT
 
-__all__ = ["DPO", "GDPO", "GRPO", "MORL", "PPO", "SFT", "RewardModel"]
+__all__ = ["DPO", "GDPO", "GRPO", "MORL", "PPO", "SFT", "DecoupledPO", "RewardModel"]

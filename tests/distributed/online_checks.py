@@ -31,20 +31,36 @@ def share(rank: int, world: int) -> tuple[RewardTable, list[str]]:
     rows = [i for i, g in enumerate(GROUPS) if g in groups]
     index = torch.tensor([groups.index(GROUPS[i]) for i in rows])
     rewards = torch.tensor([REWARDS[i] for i in rows])
-    table = RewardTable(rewards=rewards, weights=torch.tensor([1.0, 2.0]), group_of=index, groups=len(groups))
+    table = RewardTable(
+        rewards=rewards,
+        weights=torch.tensor([1.0, 2.0]),
+        group_of=index,
+        groups=len(groups),
+        penalty=torch.tensor(rows) ** 2 / 10,
+        lengths=1 + torch.tensor(rows) % 4,
+    )
     return table, [LABELS[g] for g in groups]
+
+
+ESTIMATORS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ADVANTAGES),
+    ("gdpo", {"whiten": "token"}),
+    ("gdpo", {"whiten": "none"}),
+]
 
 
 def check_advantages(rank: int, world: int) -> dict[str, Any]:
     table, labels = share(rank, world)
     out: dict[str, Any] = {}
-    for name in ADVANTAGES:
-        found = estimate(ADVANTAGES.get(name), table)
+    for name, options in ESTIMATORS:
+        found = estimate(ADVANTAGES.get(name, options), table)
         parts = (found.values, found.valid, found.active, found.informative.flatten())
-        out[name] = torch.cat([part.double() for part in parts])
-        out[f"{name} values"] = found.values
-    metrics = reward_metrics(table, out["group values"], ["a", "b"], labels)
-    out["metrics"] = {name: float(total / count) for name, (total, count) in metrics.items()}
+        key = " ".join([name, *options.values()])
+        out[key] = torch.cat([part.double() for part in parts])
+        out[f"{key} values"] = found.values
+        before = None if found.parts is None else found.parts.summed
+        metrics = reward_metrics(table, found.values, ["a", "b"], labels, before)
+        out[f"{key} metrics"] = {name: float(total / count) for name, (total, count) in metrics.items()}
     return out
 
 

@@ -13,6 +13,7 @@ import torch
 from alignment import distributed
 from alignment.optim import OptimConfig
 from datamodules import PromptData
+from modules.gdpo import GDPO
 from modules.grpo import GRPO
 from modules.morl import MORL
 from modules.ppo import PPO
@@ -33,6 +34,8 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "entropy": {"target": 6.0, "coefficient": 0.01, "keep": 0.5},
         },
     ),
+    "gdpo": (GDPO, {"rewards": SEVERAL, "minibatches": 2, "kl": {"coefficient": 0.1, "place": "reward"}}),
+    "gdpo, over tokens": (GDPO, {"rewards": SEVERAL, "whiten": "token", "kl": {"coefficient": 0.1}}),
     "morl": (MORL, {"rewards": SEVERAL, "combine": "gradvac", "minibatches": 2, "epochs": 2, "preferences": {}}),
     "morl, one score, critic": (MORL, {"rewards": SEVERAL, "scalarise": "chebyshev", "critic": {"kind": "head"}}),
     "morl, a critic for each reward": (

@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Res
         process.start()
     try:
         for process in ranks:
-            process.join(timeout=120)
+            process.join(timeout=600)
         assert [process.exitcode for process in ranks] == [0, 0]
     finally:
         for process in ranks:
@@ -38,13 +38,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, list[Res
 
 def test_advantages_and_metrics(results: tuple[Results, list[Results]]) -> None:
     one, two = ([r["advantages"] for r in part] for part in ([results[0]], results[1]))
-    for name in online_checks.ADVANTAGES:
+    for name in (" ".join([name, *options.values()]) for name, options in online_checks.ESTIMATORS):
         assert torch.equal(torch.cat([r[f"{name} values"] for r in two]), one[0][f"{name} values"])
         # rank 0 holds 6 completions of 2 groups, rank 1 the other 3 of 2
         split = [torch.split(r[name], n) for r, n in zip(two, ([6, 6, 2, 4], [3, 3, 2, 4]), strict=True)]
         together = torch.cat([torch.cat(parts) for parts in zip(*split, strict=True)])
         assert torch.equal(together, one[0][name])
-    assert two[0]["metrics"] == two[1]["metrics"] == one[0]["metrics"]
+        assert two[0][f"{name} metrics"] == two[1][f"{name} metrics"] == one[0][f"{name} metrics"]
+    assert not torch.equal(one[0]["gdpo token values"], one[0]["gdpo values"])
 
 
 def test_tokens(results: tuple[Results, list[Results]]) -> None:

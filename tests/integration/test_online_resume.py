@@ -1,4 +1,4 @@
-"""C21 for GRPO, PPO and MORL: from every batch and epoch's end, a resumed run is bit for bit the one that went on."""
+"""C21 for online modules: from every batch and epoch's end, a resumed run is bit for bit the one that went on."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.codec import Encoder
 from alignment.optim import OptimConfig
 from datamodules import PromptData
+from modules.gdpo import GDPO
 from modules.grpo import GRPO
 from modules.morl import MORL
 from modules.ppo import PPO
@@ -42,6 +43,15 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward", "target": 0.05, "horizon": 50},
             "critic": {"kind": "copy"},
             "success": "length",
+        },
+    ),
+    "gdpo, over tokens": (
+        GDPO,
+        {
+            "whiten": "token",
+            "minibatches": 2,
+            "kl": {"coefficient": 0.1, "target": 0.05, "horizon": 50},
+            "dynamic_sampling": 1,
         },
     ),
     "morl, gradients with a memory and a drawn order": (

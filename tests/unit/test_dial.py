@@ -1,0 +1,80 @@
+"""The dial's grid and front by hand, and the callback that turns it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alignment.dial import grid, on_front, points_of
+from alignment.errors import UserError
+from alignment.tracking import TrackingLogger
+from callbacks import PreferenceDial
+from modules import GRPO, DecoupledPO
+from tests.rl_toys import fit, here, odd, online
+
+
+def even(completion: str, completion_ids: list[int]) -> float:
+    return 1 - odd(completion, completion_ids)
+
+
+def test_grid_by_hand() -> None:
+    assert grid(["a", "b"], 2) == [{"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.5}, {"a": 0.0, "b": 1.0}]
+    three = grid(["a", "b", "c"], 4)
+    assert len(three) == 15
+    assert all(sum(point.values()) == 1 for point in three)
+    assert len({tuple(point.values()) for point in three}) == 15
+
+
+def test_front_by_hand() -> None:
+    """The four points of G-MET: (.5, .5) is behind (.6, .6)."""
+    points = [{"a": 0.9, "b": 0.2}, {"a": 0.6, "b": 0.6}, {"a": 0.3, "b": 0.8}, {"a": 0.5, "b": 0.5}]
+    assert on_front(points) == [True, True, True, False]
+    assert on_front([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}]) == [True, True]
+    assert on_front([{"a": 1.0, "b": float("nan")}, {"a": 0.0, "b": 0.0}]) == [False, True]
+
+
+def test_points_are_means_over_completions_with_a_reward() -> None:
+    rows = [
+        [{"rewards": {"a": 1.0, "b": None}}, {"rewards": {"a": 0.0, "b": 2.0}}],
+        [{"rewards": {"a": 0.1, "b": 1.0}}],
+    ]
+    first, second = points_of([{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}], rows)
+    assert (first.rewards, first.completions, first.front) == ({"a": 0.5, "b": 2.0}, 2, True)
+    assert (second.rewards, second.front) == ({"a": 0.1, "b": 1.0}, False)
+
+
+def test_the_front_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    module = online(DecoupledPO, rewards={"odd": here(), "even": here(even)})
+    turn = module.turn_dial
+
+    def watched(weights: dict[str, float]) -> None:
+        seen.append(weights)
+        turn(weights)
+
+    module.turn_dial = watched
+    dial = PreferenceDial(steps=2, batches=1)
+    logger = TrackingLogger(root=str(tmp_path), tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    fit(module, tmp_path, callbacks=[dial], logger=logger, limit_val_batches=1)
+    assert seen == [*grid(["odd", "even"], 2), {"odd": 0.5, "even": 0.5}]
+    assert module.dial == (0.5, 0.5)
+    picture = Path(capsys.readouterr().out.rsplit("front of 3 preferences: ", 1)[1].splitlines()[0])
+    assert picture.stat().st_size > 1000
+    written: list[dict[str, Any]] = json.loads(picture.with_suffix(".json").read_text())
+    assert [point["weights"] for point in written] == grid(["odd", "even"], 2)
+    for point in written:
+        assert point["completions"] == 4
+        assert sum(point["rewards"].values()) == pytest.approx(1.0)
+    logger.finalize("success")
+    artifacts = {item.path for item in logger.experiment.list_artifacts(logger.run_id)}
+    assert {"dial.json", "dial.png"} <= artifacts
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="steps is 0"):
+        PreferenceDial(steps=0)
+    with pytest.raises(UserError, match="needs a policy with heads"):
+        fit(online(GRPO), tmp_path, callbacks=[PreferenceDial()])
