@@ -24,7 +24,7 @@ from alignment.advantages import RewardTable
 from alignment.batches import GroupBatch
 from alignment.metrics import Metrics, mean_of
 from alignment.policy_losses import explained_variance
-from alignment.prompting import strata_of
+from alignment.prompting import SEAT, strata_of
 from alignment.rewards.matrix import RewardMatrix
 from alignment.rewards.protocol import Texts
 
@@ -69,17 +69,25 @@ def minibatches(batch: GroupBatch, parts: int) -> Iterator[GroupBatch]:
     """`parts` batches of consecutive groups, as even as can be over all ranks; some are empty when there are fewer
     groups. A collective.
 
-    Ranks hold every w-th group of the global batch, so that taking one of each in turn is the global order, and each
-    minibatch is the one that a single process would make.
+    Ranks hold every w-th group of the global batch, so that taking one of each in turn is the global order; after
+    dynamic sampling, which drops some, the order is that of their seats. So each minibatch is the one that a single
+    process would make.
     """
     if parts == 1:
         yield batch
         return
-    counts: Any = distributed.all_gather_objects(batch.num_prompts)
-    order = [rank for _, rank in sorted((place, rank) for rank, count in enumerate(counts) for place in range(count))]
+    seats: Any = distributed.all_gather_objects(_seats(batch))
+    order = [rank for _, rank in sorted((seat, rank) for rank, mine in enumerate(seats) for seat in mine)]
     cuts = [len(order) * part // parts for part in range(parts + 1)]
     for first, end in pairwise(order[:cut].count(distributed.rank()) for cut in cuts):
         yield batch.select_groups(list(range(first, end)))
+
+
+def _seats(batch: GroupBatch) -> list[int]:
+    """P numbers, rising, that put the groups of all ranks in order together with their ranks'."""
+    if SEAT not in batch.rows:
+        return list(range(batch.num_prompts))
+    return sorted(set(batch.rows[SEAT].long().tolist()))
 
 
 def without_signal(batch: GroupBatch, signal: str = ADVANTAGE) -> GroupBatch:

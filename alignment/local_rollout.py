@@ -148,16 +148,28 @@ class LocalRollout:
 
     # ------------------------------------------------------------------ sampling
 
-    def generate(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, *, seed: int, step: int) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[Group],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        step: int,
+        earlier: Sequence[int] | None = None,
+    ) -> Rollout:
         """Sample n completions for each prompt; see `RolloutEngine`.
 
-        Raises UserError for a prompt that leaves no room in the model's positions, RolloutStopped when asked to stop.
+        Raises UserError for a prompt that leaves no room in the model's positions and for a stop id that is none of the
+        model's, RolloutStopped when asked to stop.
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         self.verify()
         self._check_lengths(prompts, sampling)
-        keys = torch.tensor(completion_keys(prompts, n, seed, step), dtype=torch.int64).view(len(prompts), n)
+        if (largest := max(self._stops(sampling), default=0)) >= self._config.vocab_size:
+            raise UserError(f"sampling.stop_ids holds {largest}; the model's ids end at {self._config.vocab_size - 1}")
+        keys = torch.tensor(completion_keys(prompts, n, seed, step, earlier), dtype=torch.int64).view(len(prompts), n)
         tokens: list[list[list[int]]] = [[[] for _ in range(n)] for _ in prompts]
         logps: list[list[Tensor]] = [[torch.zeros(0)] * n for _ in prompts]
         truncated = torch.zeros(len(prompts), n, dtype=torch.bool)
@@ -173,6 +185,9 @@ class LocalRollout:
                         row += 1
         flat = torch.cat([torch.zeros(0), *(row for group in logps for row in group)])
         return assemble(prompts, tokens, flat, truncated.flatten(), self._version, self._inner.device)
+
+    def _stops(self, sampling: SamplingConfig) -> list[int]:
+        return self._stop_ids if sampling.stop_ids is None else sampling.stop_ids
 
     def _check_lengths(self, prompts: Sequence[Group], sampling: SamplingConfig) -> None:
         limit = getattr(self._config, "max_position_embeddings", None)
@@ -213,7 +228,7 @@ class LocalRollout:
         """Sample one wave: ids and log-probs [rows, steps], lengths, and which were cut off [rows] bool; on the CPU."""
         assert self._decoder is not None
         device, most = self._inner.device, sampling.max_tokens
-        stop = torch.tensor(self._stop_ids if sampling.stop_ids is None else sampling.stop_ids, device=device)
+        stop = torch.tensor(self._stops(sampling), dtype=torch.int64, device=device)
         rows = torch.cat([keys[s.prompt, s.first : s.first + s.count] for s in wave]).to(device)
         ids = torch.zeros(len(rows), most, dtype=torch.int64, device=device)
         logps = torch.zeros(len(rows), most, device=device)

@@ -54,7 +54,7 @@ from alignment.protocols import SizedBatches
 from alignment.reference import Reference
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
-from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig
+from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig, times_before
 from alignment.stopping import droppable, stop_requested, together
 from alignment.training import as_config
 from alignment.vllm_rollout import VLLMRollout, check_settings
@@ -299,8 +299,9 @@ class OnlineMixin(PenalisedMixin):
             self._pushed = self.batches_seen
 
     def _sample(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, step: int) -> GroupBatch:
+        """A collective, before anything that may stop."""
         prompts = self.pose(prompts, None if step == EVALUATION else step)
-        found = self.rollout.generate(prompts, n, sampling, seed=self.seed, step=step)
+        found = self.rollout.generate(prompts, n, sampling, seed=self.seed, step=step, earlier=times_before(prompts))
         return found.batch.with_rows(**{TRUNCATED: found.truncated.float()})
 
     def _score(self, prompts: Sequence[Group], metrics: Metrics, *, measure: bool) -> GroupBatch:

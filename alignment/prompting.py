@@ -18,6 +18,11 @@ DIFFICULTY = "difficulty"
 """The data column that names a prompt's stratum."""
 
 
+SEAT = "seat"
+"""Row tensor of a batch that dynamic sampling filled: the place of the completion's prompt among all that were sampled
+for the batch, on all ranks."""
+
+
 @runtime_checkable
 class PromptSource(Protocol):
     """A data module of prompts, as `datamodules.PromptData`."""
@@ -73,7 +78,7 @@ class Filled:
     """A batch after dynamic sampling.
 
     Args:
-        batch: this rank's groups that give a signal.
+        batch: this rank's groups that give a signal, with the row tensor `seat`.
         sampled, dropped: groups of all ranks that completions were sampled for, and that gave no signal.
         lacking: groups of all ranks still missing when the attempts, or the prompts, ran out.
     """
@@ -99,7 +104,8 @@ def fill(prompts: Sequence[Group], roll: Roll, source: PromptSource, *, step: in
     sampled = dropped = lacking = 0
     for attempt in range(attempts + 1):
         batch, keep = roll(prompts, attempt)
-        parts.append(batch.select_groups(keep.nonzero()[:, 0]))
+        seats = sampled + distributed.rank() + distributed.world_size() * batch.group_of
+        parts.append(batch.with_rows(**{SEAT: seats.double()}).select_groups(keep.nonzero()[:, 0]))
         dead = [name for name, kept in zip(strata_of(batch), keep.tolist(), strict=True) if not kept]
         wanted: Counter[str] = Counter()
         reports: Any = distributed.all_gather_objects((batch.group_index.tolist(), dead))

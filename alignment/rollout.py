@@ -9,14 +9,16 @@ which prompts are sampled together, on how many ranks, and in how many micro-bat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedTokenizerBase
 
+from alignment import distributed
 from alignment.batches import Group, GroupBatch
 from alignment.errors import UserError
 from alignment.randomness import derive
@@ -55,6 +57,8 @@ class SamplingConfig:
             raise UserError(
                 f"sampling.min_tokens must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens}"
             )
+        if self.stop_ids is not None and min(self.stop_ids, default=0) < 0:
+            raise UserError(f"sampling.stop_ids holds {min(self.stop_ids)}; token ids are at least 0")
         if not 0.0 <= self.temperature < float("inf"):
             raise UserError(f"sampling.temperature must be 0 (greedy) or above, got {self.temperature}")
         if self.top_k < 0:
@@ -100,8 +104,18 @@ class Rollout:
 class RolloutEngine(Protocol):
     """Where completions come from."""
 
-    def generate(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, *, seed: int, step: int) -> Rollout:
-        """Sample n completions for each prompt (a Group; completions it may have are ignored)."""
+    def generate(
+        self,
+        prompts: Sequence[Group],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        step: int,
+        earlier: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Sample n completions for each prompt (a Group; completions it may have are ignored); see `completion_keys`
+        for the other arguments."""
         ...
 
     def sync(self, model: nn.Module, version: int) -> None:
@@ -131,20 +145,46 @@ def stop_ids_of(
     return sorted(found)
 
 
-def completion_keys(prompts: Sequence[Group], n: int, seed: int, step: int) -> list[list[int]]:
+def completion_keys(
+    prompts: Sequence[Group], n: int, seed: int, step: int, earlier: Sequence[int] | None = None
+) -> list[list[int]]:
     """P lists of n 63-bit keys, one per completion: a function of (seed, step, prompt index, completion number).
 
     A prompt without an index is known by its content. The same prompt twice continues the numbers of its completions,
     so that it is not answered twice with the same words.
+
+    Args:
+        earlier: [P] how often each prompt stands before it in the batch of all ranks. None: in `prompts`.
     """
-    seen: dict[int | str, int] = {}
-    keys = []
-    for prompt in prompts:
-        name: int | str = prompt.index if prompt.index >= 0 else f"content {replace(prompt, completions=()).key}"
-        first = seen.get(name, 0)
-        seen[name] = first + n
-        keys.append([derive(seed, "completion", step, name, first + i) for i in range(n)])
-    return keys
+    names = [_name(prompt) for prompt in prompts]
+    before = _repeats(names) if earlier is None else earlier
+    return [
+        [derive(seed, "completion", step, name, times * n + i) for i in range(n)]
+        for name, times in zip(names, before, strict=True)
+    ]
+
+
+def times_before(prompts: Sequence[Group]) -> list[int]:
+    """[P] how often each of this rank's prompts stands before it in the batch of all ranks, of which rank r holds every
+    w-th from the r-th on. A collective."""
+    parts: Any = distributed.all_gather_objects([_name(prompt) for prompt in prompts])
+    seats = sorted((place, rank, name) for rank, names in enumerate(parts) for place, name in enumerate(names))
+    counted = zip(seats, _repeats([name for *_, name in seats]), strict=True)
+    return [times for (_, rank, _), times in counted if rank == distributed.rank()]
+
+
+def _name(prompt: Group) -> str:
+    return str(prompt.index) if prompt.index >= 0 else f"content {replace(prompt, completions=()).key}"
+
+
+def _repeats(names: Sequence[str]) -> list[int]:
+    """How often each name stands before it."""
+    seen: Counter[str] = Counter()
+    out = []
+    for name in names:
+        out.append(seen[name])
+        seen[name] += 1
+    return out
 
 
 def assemble(

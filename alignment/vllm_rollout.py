@@ -103,7 +103,16 @@ class VLLMRollout:
         }
         self._channel = channels[weights]
 
-    def generate(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, *, seed: int, step: int) -> Rollout:
+    def generate(
+        self,
+        prompts: Sequence[Group],
+        n: int,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        step: int,
+        earlier: Sequence[int] | None = None,
+    ) -> Rollout:
         """Sample n completions for each prompt; see `RolloutEngine`.
 
         The server draws by its own generator, seeded for each prompt from (seed, step, prompt index): other completions
@@ -112,7 +121,7 @@ class VLLMRollout:
         RolloutStopped when asked to stop.
         """
         self._check_logprobs(sampling)
-        seeds = [keys[0] for keys in completion_keys(prompts, n, seed, step)]
+        seeds = [keys[0] for keys in completion_keys(prompts, n, seed, step, earlier)]
         requests = [self._request(prompt, n, sampling, s) for prompt, s in zip(prompts, seeds, strict=True)]
         answers = self._ask(requests)
         groups = [_choices(answer, n) for answer in answers]

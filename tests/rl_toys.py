@@ -117,7 +117,7 @@ class Script:
     def sync(self, model: Any, version: int) -> None:
         self.synced.append(version)
 
-    def generate(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, *, seed: int, step: int) -> Rollout:
+    def generate(self, prompts: Sequence[Group], n: int, sampling: SamplingConfig, **keys: Any) -> Rollout:
         said = [self.completions[:n]] * len(prompts)
         batch = GroupBatch.from_groups([replace(p, completions=s) for p, s in zip(prompts, said, strict=True)])
         with torch.no_grad():

@@ -89,8 +89,27 @@ def refills(world: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def uneven(world: int, folder: Path) -> dict[str, Any]:
+    """After refills rank 0 has one group and rank 1 two in either of the first batches, which are cut into two
+    minibatches; and one prompt alone is hard and has two of three seats, on both ranks."""
+    file, rewards = str(folder / "prompts.jsonl"), {"odd": here(odd_in_some)}
+    settings: dict[str, Any] = {"cache_dir": None, "val_fraction": 0.0, "batch_size": 6, "seed": 8}
+    strata = {"column": "level", "ratio": {"easy": 1, "hard": 2}}
+    common = {"rewards": rewards, "optim": SGD, "epochs": 1}
+    return {
+        "dropped, PPO": fit(
+            online(PPO, **common, dynamic_sampling=1, minibatches=2), PromptData(file, **settings), world, folder
+        ),
+        "a prompt again": fit(online(GRPO, **common), PromptData(file, **settings, strata=strata), world, folder),
+    }
+
+
 def run_all(world: int, folder: Path) -> None:
-    results = {"modules": modules(world, folder), "refills": refills(world, folder)}
+    results = {
+        "modules": modules(world, folder),
+        "refills": refills(world, folder),
+        "uneven": uneven(world, folder),
+    }
     torch.save(results, folder / f"results.rank{distributed.rank()}")
 
 

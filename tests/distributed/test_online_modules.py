@@ -17,11 +17,14 @@ from tests.distributed import online_modules_checks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNS = [("modules", name) for name in online_modules_checks.RUNS] + [("refills", "GRPO"), ("refills", "PPO")]
+RUNS += [("uneven", "dropped, PPO"), ("uneven", "a prompt again")]
 Results = dict[str, Any]
 
 
 def write_prompts(folder: Path) -> None:
-    rows = [{"prompt": f"Question {i}?", "alive": i % 3 == 0} for i in range(20)]
+    rows = [
+        {"prompt": f"Question {i}?", "alive": i % 3 == 0, "level": "easy" if i else "hard"} for i in range(20)
+    ]
     (folder / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
 

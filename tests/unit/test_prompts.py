@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from alignment import distributed
 from alignment.batches import Group, GroupBatch
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
+from alignment.experience import minibatches
 from alignment.prompting import PromptSource, concatenate, fill, prompts_of, strata_of
 from alignment.protocols import FiniteGroups, SizedBatches
+from alignment.rollout import times_before
 from datamodules import PromptData, StrataConfig
 from datamodules.gym import parts_of
 
@@ -477,6 +480,33 @@ def test_refilling_is_bounded(make):
     assert filled.lacking == 10
     dropped = fill(prompts, roller(lambda i: i % 2 == 0, []), data, step=0, attempts=0)
     assert dropped.batch.num_prompts + dropped.lacking == 10
+
+
+def two_ranks(monkeypatch: pytest.MonkeyPatch, rank: int, parts: list[Any]) -> None:
+    """As one of two ranks that gather these parts."""
+    monkeypatch.setattr(distributed, "all_gather_objects", lambda value: parts)
+    monkeypatch.setattr(distributed, "rank", lambda: rank)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+
+
+def test_minibatches_of_two_ranks_go_by_the_seats_of_their_groups(monkeypatch):
+    """Of four prompts the first is dropped: rank 0 holds seat 2, rank 1 seats 1 and 3. The minibatches of one process
+    would be seat 1, and seats 2 and 3; taking from each rank in turn would begin with seat 2."""
+    seats = [[2], [1, 3]]
+    expected = [[[], [2]], [[1], [3]]]
+    for rank, mine in enumerate(seats):
+        batch = GroupBatch.from_groups([Group(prompt=[1], completions=[[4], [5]], index=s) for s in mine])
+        batch = batch.with_rows(seat=torch.tensor(mine, dtype=torch.float64)[batch.group_of])
+        two_ranks(monkeypatch, rank, seats)
+        assert [part.group_index.tolist() for part in minibatches(batch, 2)] == expected[rank]
+
+
+def test_a_prompt_that_two_ranks_hold_is_counted_over_both(monkeypatch):
+    """The batch of all ranks is 7, 7, 8, 7, 9; 7 stands before itself 0, 1 and 2 times."""
+    parts = [["7", "8", "9"], ["7", "7"]]
+    for rank, (mine, expected) in enumerate([([7, 8, 9], [0, 0, 0]), ([7, 7], [1, 2])]):
+        two_ranks(monkeypatch, rank, parts)
+        assert times_before([Group(prompt=[1], completions=(), index=i) for i in mine]) == expected
 
 
 def test_concatenated_batches_are_the_batch_of_all_groups():
