@@ -36,3 +36,18 @@ def noisy(completion: str) -> float:
 
 def noisy_numpy(completion: str) -> float:
     return float(np.random.random())
+
+
+def greedy(completion: str, prompt_ids: list[int], completion_ids: list[int], columns: dict) -> float:
+    """How many ids and columns it was given; it keeps them for itself."""
+    found = len(prompt_ids) + len(completion_ids) + len(columns)
+    for given in (prompt_ids, completion_ids, columns):
+        given.clear()
+    return float(found)
+
+
+def greedy_batch(
+    completions: list[str], prompt_ids: list[list[int]], completion_ids: list[list[int]], columns: list[dict]
+) -> list[float]:
+    """The same, all at once."""
+    return [greedy(*given) for given in zip(completions, prompt_ids, completion_ids, columns, strict=True)]

@@ -5,10 +5,13 @@ Whatever a reward does, each completion gets an `Outcome`; nothing is broadcast,
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import math
 import numbers
+import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, SupportsFloat, cast, runtime_checkable
 
@@ -104,6 +107,35 @@ def wanted(reward: Function) -> Wanted:
 
 
 # ------------------------------------------------------------------------------------------------------------ calling
+
+
+def own(arguments: Mapping[str, Sequence[Any]], part: slice) -> dict[str, list[Any]]:
+    """Copies of these completions' arguments: a reward may change what it is given, and the completions of a prompt
+    share its ids and its row, as other rewards and the data do."""
+    return {name: [_copied(value) for value in values[part]] for name, values in arguments.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Lists and mappings anew; objects that rows hold besides may be such that cannot be copied."""
+    if isinstance(value, list):
+        return [_copied(v) for v in value]
+    return {k: _copied(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def single(arguments: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
+    """What a reward of single completions is given for completion i."""
+    return {name: values[0] for name, values in own(arguments, slice(i, i + 1)).items()}
+
+
+def reseed(seed: int, name: str, keys: Sequence[str]) -> None:
+    """Seed global generators from what is scored: draws are the same on any worker and after a resume."""
+    text = "\x1f".join([str(seed), name, *keys]).encode("utf-8", "surrogatepass")
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(number)
 
 
 def call_batch(

@@ -8,11 +8,9 @@ JSON, so that nothing a reward returns is ever unpickled by the trainer.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import pickle
-import random
 import resource
 import signal
 import socket
@@ -23,7 +21,18 @@ from types import FrameType
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.rewards.calls import Function, Source, Wanted, call_batch, call_one, describe, load, wanted
+from alignment.rewards.calls import (
+    Function,
+    Source,
+    Wanted,
+    call_batch,
+    call_one,
+    describe,
+    load,
+    reseed,
+    single,
+    wanted,
+)
 from alignment.rewards.protocol import Outcome
 
 LENGTH = struct.Struct("<Q")
@@ -78,25 +87,14 @@ class Server:
         self._channel.send({"wanted": wants})
         if wants.per_sample:
             for i in range(start, len(keys)):
-                self._reseed(name, keys[i])
-                single = {argument: values[i] for argument, values in arguments.items()}
-                self._answer([call_one(reward, single, in_worker=True)])
+                reseed(self._seed, name, [keys[i]])
+                self._answer([call_one(reward, single(arguments, i), in_worker=True)])
         elif keys:
-            self._reseed(name, *keys)
+            reseed(self._seed, name, keys)
             self._answer(call_batch(reward, arguments, len(keys), in_worker=True))
 
     def _answer(self, outcomes: Sequence[Outcome]) -> None:
         self._channel.send({"outcomes": outcomes})
-
-    def _reseed(self, name: str, *keys: str) -> None:
-        """Seed global generators from what is scored: draws are the same on any worker and after a resume."""
-        text = "\x1f".join([str(self._seed), name, *keys]).encode("utf-8", "surrogatepass")
-        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        random.seed(number)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed(number % 2**32)
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.manual_seed(number)
 
 
 def main(descriptor: int, parent: int) -> None:

@@ -13,15 +13,18 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pickle
+import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from alignment.errors import UserError
-from alignment.rewards.calls import Function, Wanted, call_batch, call_one
+from alignment.rewards.calls import Function, Wanted, call_batch, call_one, own, reseed, single
 from alignment.rewards.faults import FaultHistory
 from alignment.rewards.matrix import RewardMatrix
 from alignment.rewards.protocol import Outcome, SampledBatch, Samples, SuiteConfig, Texts
@@ -132,7 +135,7 @@ class RewardSuite:
             for job in jobs[name]:
                 assert self._pool is not None
                 self._pool.submit(job)
-        return Pending(self, len(samples), jobs, {n: a for n, a in arguments.items() if n in self._functions}, learn)
+        return Pending(self, keys, jobs, {n: a for n, a in arguments.items() if n in self._functions}, learn)
 
     def _jobs(self, name: str, arguments: Mapping[str, Sequence[Any]], keys: Sequence[str]) -> list[Job]:
         spec, per_sample = self.specs[name], self._wanted[name].per_sample
@@ -151,17 +154,19 @@ class RewardSuite:
             jobs.append(Job(name=name, body=body, size=share, per_sample=per_sample, timeout_s=spec.timeout_s))
         return jobs
 
-    def call_here(self, name: str, arguments: Mapping[str, Sequence[Any]], size: int) -> list[Outcome]:
-        """The outcomes of a reward in this process. Ctrl-C and a signal's exit pass through."""
-        function, spec = self._functions[name], self.specs[name]
-        if self._wanted[name].per_sample:
-            singles = [{a: v[i] for a, v in arguments.items()} for i in range(size)]
-            return [call_one(function, single, in_worker=False) for single in singles]
-        outcomes: list[Outcome] = []
-        step = spec.batch_size or size
-        for start in range(0, size, step):
-            part = {a: list(v[start : start + step]) for a, v in arguments.items()}
-            outcomes += call_batch(function, part, min(step, size - start), in_worker=False)
+    def call_here(self, name: str, arguments: Mapping[str, Sequence[Any]], keys: Sequence[str]) -> list[Outcome]:
+        """The outcomes of a reward in this process, for completions with these digests; global generators are left as
+        they were. Ctrl-C and a signal's exit pass through."""
+        function, outcomes = self._functions[name], list[Outcome]()
+        step = 1 if self._wanted[name].per_sample else self.specs[name].batch_size or len(keys)
+        with _generators_kept():
+            for start in range(0, len(keys), step):
+                part = slice(start, start + step)
+                reseed(self._seed, name, keys[part])
+                if self._wanted[name].per_sample:
+                    outcomes.append(call_one(function, single(arguments, start), in_worker=False))
+                else:
+                    outcomes += call_batch(function, own(arguments, part), len(keys[part]), in_worker=False)
         return outcomes
 
     def finish(
@@ -209,12 +214,12 @@ class Pending:
     def __init__(
         self,
         suite: RewardSuite,
-        size: int,
+        keys: Sequence[str],
         jobs: dict[str, list[Job]],
         here: dict[str, dict[str, Sequence[Any]]],
         learn: bool,
     ) -> None:
-        self._suite, self._size, self._jobs, self._here, self._learn = suite, size, jobs, here, learn
+        self._suite, self._keys, self._jobs, self._here, self._learn = suite, keys, jobs, here, learn
         self._outcomes: dict[str, list[Outcome]] | None = None  # of the rewards called here, once all is computed
 
     def done(self) -> bool:
@@ -241,7 +246,7 @@ class Pending:
         try:
             for name, arguments in self._here.items():
                 _poll(should_stop)
-                outcomes[name] = self._suite.call_here(name, arguments, self._size)
+                outcomes[name] = self._suite.call_here(name, arguments, self._keys)
             # In slices: a blocked main thread would leave the signal handlers of a run waiting too.
             while concurrent.futures.wait(results, timeout=LOOK).not_done:
                 _poll(should_stop)
@@ -263,7 +268,20 @@ class Pending:
         for name in self._suite.names:
             outcomes.setdefault(name, [])
         seconds = {name: sum(job.seconds for job in jobs) for name, jobs in self._jobs.items()}
-        return self._suite.finish(outcomes, self._size, seconds, self._learn)
+        return self._suite.finish(outcomes, len(self._keys), seconds, self._learn)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Whatever is drawn in this block, the global generators stand afterwards where they stood."""
+    python, arrays = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def _poll(should_stop: Callable[[], bool] | None) -> None:
