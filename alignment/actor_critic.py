@@ -8,6 +8,7 @@ behind them where the score has a name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +63,11 @@ class ActorCriticMixin(OnlineMixin):
         super().__init__(**settings)
         if not (0 <= gamma <= 1 and 0 <= lam <= 1):
             raise UserError(f"gamma is {gamma} and lam {lam}; both lie between 0 and 1")
-        if value_coefficient < 0 or (value_clip is not None and value_clip <= 0):
-            raise UserError("value_coefficient is at least 0, value_clip above 0 or null")
+        if not 0 <= value_coefficient < math.inf or not (value_clip is None or value_clip > 0):
+            raise UserError(
+                f"value_coefficient is {value_coefficient} and value_clip {value_clip}; the first is at least 0 and "
+                "finite, the second above 0, or null"
+            )
         self.critic_config = None if critic is None else as_config(CriticConfig, critic)
         self.value_coefficient, self.value_clip = value_coefficient, value_clip
         self.gamma, self.lam, self.whiten_advantages = gamma, lam, whiten_advantages

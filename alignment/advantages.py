@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from alignment import distributed
+from alignment.errors import UserError
 from alignment.named import Registry
 
 FLAT = 1e-6  # relative range below which values count as equal
@@ -201,7 +202,7 @@ def rloo(table: RewardTable, *, scale: Literal["none", "group", "batch"] = "none
     elif scale == "batch":
         deviation = spread(torch.where(scores.isnan(), torch.nan, values))
     else:
-        raise ValueError(f"scale {scale!r} is not known; use none, group or batch")
+        raise UserError(f"scale {scale!r} is not known; use none, group or batch")
     return divided(values, deviation + eps).clamp(-SCALED_BOUND, SCALED_BOUND)
 
 
@@ -256,7 +257,7 @@ def gdpo(
     elif whiten == "token":
         mean, deviation = _over_tokens(table, summed, known, 1e-8 if batch_eps is None else batch_eps)
     elif whiten != "none":
-        raise ValueError(f"whiten {whiten!r} is not known; use {', '.join(get_args(Whiten))}")
+        raise UserError(f"whiten {whiten!r} is not known; use {', '.join(get_args(Whiten))}")
     values = divided(torch.where(known, summed - mean, 0.0), deviation)
     if table.penalty is not None:
         penalty = torch.where(known, table.penalty, torch.nan)

@@ -39,8 +39,8 @@ class FixedKL:
     coefficient: float
 
     def __post_init__(self) -> None:
-        if not self.coefficient >= 0:
-            raise UserError(f"the KL coefficient is {self.coefficient}; it must be at least 0")
+        if not 0 <= self.coefficient < math.inf:
+            raise UserError(f"the KL coefficient is {self.coefficient}; it must be at least 0, and finite")
 
     def update(self, kl: float, samples: int) -> None:
         """Nothing follows from it."""
@@ -55,6 +55,9 @@ class FixedKL:
 @dataclass(kw_only=True)
 class AdaptiveKL:
     """beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) samples / horizon). Ziegler et al. 2019 (arXiv 1909.08593).
+
+    A batch of more samples than `horizon` counts as `horizon`: one measurement moves beta by at most 20 %, so it
+    stays above 0.
 
     Args:
         coefficient: beta at the start, above 0.
@@ -71,10 +74,10 @@ class AdaptiveKL:
     smoothed: float | None = None
 
     def __post_init__(self) -> None:
-        if not (self.coefficient > 0 and self.target > 0 and self.horizon > 0):
+        if not (0 < self.coefficient < math.inf and 0 < self.target < math.inf and self.horizon > 0):
             raise UserError(
-                f"an adaptive KL needs coefficient, target and horizon above 0, got {self.coefficient}, {self.target} "
-                f"and {self.horizon}"
+                f"an adaptive KL needs coefficient, target and horizon above 0, and finite, got {self.coefficient}, "
+                f"{self.target} and {self.horizon}"
             )
         if not 0 <= self.ema < 1:
             raise UserError(f"ema is {self.ema}; it must be at least 0 and below 1")
@@ -85,7 +88,7 @@ class AdaptiveKL:
             return
         self.smoothed = kl if self.smoothed is None else self.ema * self.smoothed + (1 - self.ema) * kl
         error = min(max(self.smoothed / self.target - 1, -0.2), 0.2)
-        self.coefficient *= 1 + error * samples / self.horizon
+        self.coefficient *= 1 + error * min(samples / self.horizon, 1.0)
 
     def state_dict(self) -> State:
         return {"coefficient": self.coefficient, "smoothed": self.smoothed}

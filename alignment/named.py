@@ -16,6 +16,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
@@ -67,8 +68,8 @@ class Registry(Generic[F]):
         return cast(F, imported(self.kind, name))
 
     def get(self, name: str, options: Mapping[str, Any] | None = None) -> F:
-        """`find`, with some of the function's settings given. Raises UserError for one that it does not have, and
-        for one without a default that is not given."""
+        """`find`, with some of the function's settings given. Raises UserError for one that it does not have, for one
+        without a default that is not given, and for one that is no number where its default is."""
         function, given = self.find(name), dict(options or {})
         settings = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         if unknown := sorted(set(given) - {p.name for p in settings}):
@@ -76,7 +77,15 @@ class Registry(Generic[F]):
             raise UserError(f"{self.kind} '{name}' has no setting {', '.join(unknown)}; it has {known}")
         if missing := [p.name for p in settings if p.default is p.empty and p.name not in given]:
             raise UserError(f"{self.kind} '{name}' needs the setting {', '.join(missing)}")
+        for p in settings:
+            if p.name in given and is_number(p.default) and not is_number(given[p.name]):
+                raise UserError(f"{self.kind} '{name}' has {p.name} {given[p.name]!r}; it is a number")
         return cast(F, functools.partial(function, **given)) if given else function
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is one: neither NaN nor text nor a yes or no."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def imported(kind: str, path: str) -> Callable[..., Any]:

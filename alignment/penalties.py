@@ -3,6 +3,7 @@ that may follow a measurement."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -122,8 +123,8 @@ class EntropyTerm:
     def __init__(self, config: EntropyConfig) -> None:
         if config.keep is not None and not 0 < config.keep <= 1:
             raise UserError(f"entropy.keep is {config.keep}; it is a share above 0 and at most 1, or null")
-        if not config.coefficient >= 0:
-            raise UserError(f"entropy.coefficient is {config.coefficient}; it must be at least 0")
+        if not 0 <= config.coefficient < math.inf:
+            raise UserError(f"entropy.coefficient is {config.coefficient}; it must be at least 0, and finite")
         self.config = config
         self.controller: AdaptiveEntropy | None = None
         if config.target is not None:

@@ -13,6 +13,7 @@ a run does not depend on the number of ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -94,8 +95,8 @@ class PPO(ActorCriticMixin, L.LightningModule):
             **settings,
         )
         self.save_hyperparameters()
-        if missing_eos_penalty < 0:
-            raise UserError(f"missing_eos_penalty is {missing_eos_penalty}; it must be at least 0")
+        if not 0 <= missing_eos_penalty < math.inf:
+            raise UserError(f"missing_eos_penalty is {missing_eos_penalty}; it must be at least 0, and finite")
         self.missing_eos_penalty = missing_eos_penalty
         self.objective = PolicyObjective(loss, loss_args, None, self.sampling.max_tokens)
 

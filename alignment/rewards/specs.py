@@ -12,7 +12,7 @@ from alignment.errors import UserError
 from alignment.named import import_path
 from alignment.rewards import SHIPPED
 from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, describe, load, wanted
-from alignment.rewards.protocol import RewardSpec, Samples, SuiteConfig
+from alignment.rewards.protocol import Condition, RewardSpec, Samples, SuiteConfig
 from alignment.training import as_config
 
 AnySpec = RewardSpec | Mapping[str, Any] | str | Callable[..., Any]
@@ -30,6 +30,8 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
         raise UserError("no rewards are given; name at least one")
     if config.workers < 1:
         raise UserError(f"workers is {config.workers}; there must be at least one")
+    if config.memory_mb < 1:
+        raise UserError(f"memory_mb is {config.memory_mb}; a worker needs at least 1")
     if not 0 <= config.fault_limit <= 1 or config.fault_window < 1:
         raise UserError("fault_limit is a share from 0 to 1, and fault_window at least one batch")
     if not 0 < config.load_timeout_s < math.inf:
@@ -46,10 +48,12 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
             raise UserError(f"reward '{name}': batch_size is {spec.batch_size}; it must be positive, or null")
         if isinstance(spec.scale, str) and spec.scale != "running":
             raise UserError(f"reward '{name}': scale is '{spec.scale}'; use [low, high], running, or null")
-        if isinstance(spec.scale, tuple) and not (len(spec.scale) == 2 and spec.scale[0] < spec.scale[1]):
-            raise UserError(f"reward '{name}': scale is {list(spec.scale)}; it is [low, high] with low below high")
+        if isinstance(spec.scale, tuple) and not (
+            len(spec.scale) == 2 and -math.inf < spec.scale[0] < spec.scale[1] < math.inf
+        ):
+            raise UserError(f"reward '{name}': scale is {list(spec.scale)}; it is [low, high], finite, low below high")
         if spec.condition is not None:
-            _check_condition(name, spec.condition.reward, specs)
+            _check_condition(name, spec.condition, specs)
 
 
 def _check_name(name: str, reward: str | Callable[..., Any]) -> None:
@@ -62,7 +66,10 @@ def _check_name(name: str, reward: str | Callable[..., Any]) -> None:
     raise UserError(f"reward '{name}': there is no '{reward}'; {hint}")
 
 
-def _check_condition(name: str, other: str, specs: Mapping[str, RewardSpec]) -> None:
+def _check_condition(name: str, condition: Condition, specs: Mapping[str, RewardSpec]) -> None:
+    other = condition.reward
+    if math.isnan(condition.at_least):
+        raise UserError(f"reward '{name}': its condition has at_least {condition.at_least}, which nothing reaches")
     if other == name:
         raise UserError(f"reward '{name}' is conditioned on itself")
     if other not in specs:

@@ -24,6 +24,16 @@ def test_golden_hundred_saturated_steps() -> None:
     assert controller.coefficient == pytest.approx(0.227292, abs=1e-6)
 
 
+def test_a_batch_of_more_completions_than_the_horizon() -> None:
+    """No KL at all is 20 % too little at most: 0.2 * 0.8, then 0.16 * 0.8; far too much 0.128 * 1.2."""
+    controller = AdaptiveKL(horizon=100)
+    seen = []
+    for kl in (0.0, 0.0, 100.0):
+        controller.update(kl, 1024)
+        seen.append(controller.coefficient)
+    assert seen == pytest.approx([0.16, 0.128, 0.1536], abs=1e-12)
+
+
 def test_smoothing_the_measured_kl() -> None:
     """9, then 3: with half of the old kept the controller sees 9 and 6, and 6 is the target."""
     controller = AdaptiveKL(ema=0.5)

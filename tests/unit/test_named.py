@@ -56,5 +56,8 @@ def test_mistakes_are_answered_with_what_exists(shapes: Registry[Callable[..., f
         shapes.get("square", {"facto": 2})
     with pytest.raises(UserError, match="'line' has no setting factor; it has none"):
         shapes.get("line", {"factor": 2})
+    for wrong in ("1e-6", float("nan"), True, None):
+        with pytest.raises(UserError, match=rf"shape 'square' has factor {wrong!r}; it is a number"):
+            shapes.get("square", {"factor": wrong})
     with pytest.raises(ValueError, match="a shape called 'line' exists already"):
         shapes.register("line")(lambda x: x)

@@ -200,6 +200,15 @@ def test_max_steps_ends_a_rollout_early(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GRPO, PPO])
+def test_stop_tokens_that_are_none_or_not_the_models(tmp_path: Path) -> None:
+    """Without any, none is banned before `min_tokens` and every completion is cut off."""
+    watch, _ = fit(online(GRPO, sampling={"max_tokens": 3, "min_tokens": 2, "stop_ids": []}), tmp_path)
+    lengths = {name: watch.logged[0][f"completions/{name}"] for name in ("min_length", "max_length", "clipped_ratio")}
+    assert lengths == {"min_length": 3, "max_length": 3, "clipped_ratio": 1}
+    with pytest.raises(UserError, match=r"sampling\.stop_ids holds 512; the model's ids end at 511"):
+        fit(online(GRPO, sampling={"max_tokens": 3, "stop_ids": [3, 512]}), tmp_path)
+
+
 def test_one_prompt_and_more_minibatches(kind: Any, tmp_path: Path) -> None:
     """A minibatch without a group is a step without a gradient in a short last batch, and a mistake in every batch."""
     watch, run = fit(online(kind, minibatches=2, epochs=1), tmp_path, FixedData(prompts(1), batch_size=2))
@@ -428,6 +437,12 @@ def test_a_head_with_an_adapter_cannot_give_a_full_kl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [GRPO, PPO])
 def test_a_loss_that_is_detached_is_an_error(kind: Any, tmp_path: Path) -> None:
+    ({"kl": {"coefficient": math.inf}}, "KL coefficient is inf; it must be at least 0, and finite"),
+    ({"kl": {"coefficient": 1, "target": math.inf}}, "an adaptive KL needs coefficient, target and horizon"),
+    ({"entropy": {"coefficient": math.inf}}, "entropy.coefficient is inf; it must be at least 0, and finite"),
+    ({"sampling": {"stop_ids": [3, -1]}}, "sampling.stop_ids holds -1; token ids are at least 0"),
+    ({"advantage_args": {"eps": "1e-6"}}, "advantage 'group' has eps '1e-6'; it is a number"),
+    ({"loss_args": {"low": math.nan}}, "policy loss 'clip' has low nan; it is a number"),
     """In PPO the values would go on learning beside it."""
     with pytest.raises(ValueError, match="the policy loss has no gradient"):
         fit(online(kind, loss="tests.rl_toys.detached"), tmp_path)

@@ -229,13 +229,16 @@ def test_values_learn_what_returns_are(tmp_path: Path) -> None:
     [
         ({"gamma": 1.5}, "gamma is 1.5"),
         ({"lam": -1}, "lam -1"),
-        ({"value_clip": 0}, "value_clip above 0"),
+        ({"value_clip": 0}, "value_clip 0; the first is"),
         ({"value_coefficient": -1}, "value_coefficient"),
         ({"missing_eos_penalty": -1}, "missing_eos_penalty"),
         ({"critic": {"kind": "heads"}}, "critic.kind is one of head, copy, reward_model"),
         ({"kl": {"coefficient": 0, "target": 6}}, "an adaptive KL needs coefficient"),
         ({"epochs": 0}, "epochs is 0"),
     ],
+        ({"missing_eos_penalty": NAN}, "missing_eos_penalty is nan"),
+        ({"value_coefficient": NAN}, "value_coefficient is nan"),
+        ({"value_clip": NAN}, "value_clip nan"),
 )
 def test_mistakes_are_told_in_one_line(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import re
 import time
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -243,6 +245,45 @@ def test_results_do_not_depend_on_the_workers() -> None:
     assert len(set(first.values[:, 0].tolist())) == 21  # 10 of the 30 completions are empty, and equal
 
 
+def test_draws_in_this_process_are_those_of_a_worker() -> None:
+    """And the generators of the run stand where they stood."""
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    rewards = {
+        f"{name} {here}": RewardSpec(reward=f"tests.reward_toys.{name}", in_process=here)
+        for name in ("noisy", "noisy_numpy")
+        for here in (False, True)
+    }
+    samples = Samples(prompts=["p"] * 5, completions=list("abcde"))
+    with RewardSuite({n: s for n, s in rewards.items() if not s.in_process}, SuiteConfig(workers=1), seed=7) as suite:
+        there = suite.submit_samples(samples).collect().values
+    renamed = {n.replace("True", "False"): s for n, s in rewards.items() if s.in_process}  # draws are keyed by the name
+    ours = RewardSuite(renamed, seed=7).submit_samples(samples).collect().values
+    assert len(set(ours.flatten().tolist())) == 10
+    assert torch.equal(ours, there)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_reward_may_change_what_it_is_given(in_process: bool) -> None:
+    """Two completions of one prompt, with one row: 3 + 1 + 1 and 3 + 2 + 1, however often they are scored."""
+    ids, row = [1, 2, 3], {"answer": {"text": "x"}}
+    samples = Samples(
+        prompts=["p", "p"],
+        completions=["a", "b"],
+        prompt_ids=[ids, ids],
+        completion_ids=[[4], [5, 6]],
+        truncated=[False, False],
+        columns=[row, row],
+    )
+    names = ("greedy", "greedy_batch") if in_process else ("greedy",)
+    rewards = {n: RewardSpec(reward=f"tests.reward_toys.{n}", in_process=in_process) for n in names}
+    with RewardSuite(rewards, SuiteConfig(workers=1)) as suite:
+        for _ in range(2):
+            same(scores(suite, samples), [[5.0, 6.0]] * len(names))
+    assert (ids, samples.completion_ids, row) == ([1, 2, 3], [[4], [5, 6]], {"answer": {"text": "x"}})
+
+
 MEETING = """
 import pathlib, time
 
@@ -399,6 +440,13 @@ def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             "reward 'x': there is no 'mine'; there are ExactMatch, .*, and your own as my_file.my_reward",
         ),
         ({"a": {"reward": "x.y", "scale": [1, 1]}}, {}, "low below high"),
+        ({"a": {"reward": "x.y", "scale": [float("-inf"), 1]}}, {}, r"it is \[low, high\], finite, low"),
+        (
+            {"a": "x.y", "b": {"reward": "x.y", "condition": {"reward": "a", "at_least": NAN}}},
+            {},
+            "reward 'b': its condition has at_least nan",
+        ),
+        ({"a": "x.y"}, {"memory_mb": 0}, "memory_mb is 0"),
         ({"a": {"reward": "x.y", "scale": "auto"}}, {}, r"use \[low, high\], running"),
         ({"a": {"reward": "x.y", "timeout_s": 0}}, {}, "timeout_s is 0"),
         ({"a": {"reward": "x.y", "batch_size": 0}}, {}, "batch_size is 0"),
