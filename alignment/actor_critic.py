@@ -121,7 +121,7 @@ class ActorCriticMixin(OnlineMixin):
         rewards = token_rewards(mine, scores, penalty)
         values = batch.tokens.get(place(VALUES, name), torch.zeros_like(rewards))
         advantages, returns = gae(mine, rewards, values, gamma=self.gamma, lam=self.lam)
-        self._train_window.update(return_metrics(mine, scores, rewards, values, returns))
+        self._train_window.update(return_metrics(mine, scores, rewards, values, returns, self.old_logps(mine)))
         if self.whiten_advantages:
             advantages = whiten(advantages, mine.scored)
         returns = torch.where(batch.scored & ~mine.scored, torch.nan, returns)

@@ -139,16 +139,19 @@ def completion_metrics(batch: GroupBatch) -> Metrics:
     return metrics
 
 
-def return_metrics(batch: GroupBatch, scores: Tensor, rewards: Tensor, values: Tensor, returns: Tensor) -> Metrics:
+def return_metrics(
+    batch: GroupBatch, scores: Tensor, rewards: Tensor, values: Tensor, returns: Tensor, logps: Tensor
+) -> Metrics:
     """Of an actor-critic's rollout, under TRL's names. A collective: give it the whole batch.
 
         objective/scores             mean score of a completion
         objective/non_score_reward   mean of what its tokens got besides, in sum: -beta KL
         objective/rlhf_reward        both
+        objective/entropy            mean over completions of minus their log-prob
         explained_variance           1 - Var(R - V) / Var(R)
 
     Args:
-        scores: [N], NaN where there is none. rewards, values, returns: [C].
+        scores: [N], NaN where there is none. rewards, values, returns, logps: [C].
     """
     spoken = batch.scored_lengths() > 0
     total, score = batch.sum_tokens(rewards), scores.nan_to_num()
@@ -158,6 +161,7 @@ def return_metrics(batch: GroupBatch, scores: Tensor, rewards: Tensor, values: T
         "objective/scores": mean_of(score, spoken),
         "objective/non_score_reward": mean_of(total - score, spoken),
         "objective/rlhf_reward": mean_of(total, spoken),
+        "objective/entropy": mean_of(-batch.sum_tokens(logps), spoken),
         **({} if math.isnan(explained) else {"explained_variance": (one * explained, one)}),
     }
 

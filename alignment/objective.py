@@ -12,6 +12,7 @@ from torch import Tensor
 from alignment import policy_losses
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
+from alignment.losses import weighted
 from alignment.metrics import Metrics
 from alignment.policy_losses import (
     POLICY_LOSSES,
@@ -68,7 +69,7 @@ class PolicyObjective:
     def __call__(
         self, micro: GroupBatch, logps: Tensor, advantages: Tensor, counts: Counts
     ) -> tuple[Tensor, Metrics]:
-        """(this micro-batch's share of the loss, clip metrics).
+        """(this micro-batch's share of the loss; clip metrics, and `loss/policy_avg`: the mean loss of a token).
 
         Args:
             micro: may hold the token tensors `OLD_LOGPS`, `IMPORTANCE` and `KEPT`.
@@ -88,6 +89,7 @@ class PolicyObjective:
                 values = values * torch.where(micro.scored, micro.tokens[name], 0.0)
         weights, _ = token_weights(micro, counts, self.reduction, self._max_length)
         metrics = ratio_metrics(tokens, weights, level=self._form.level, low=self._low, high=self._high)
+        metrics["loss/policy_avg"] = weighted(values, weights)
         return self.reduce(values, micro, counts), metrics
 
     def reduce(self, values: Tensor, micro: GroupBatch, counts: Counts) -> Tensor:

@@ -306,6 +306,7 @@ def ratio_metrics(
         clip_ratio/low_mean       share of tokens with r < 1 - low and A < 0 (TRL's names)
         clip_ratio/high_mean      r > 1 + high and A > 0
         clip_ratio/region_mean    either
+        policy/clipfrac_avg       the same, under the name of TRL's PPO
         policy/approxkl_avg       mean (log r)^2 / 2 (TRL's PPO)
         policy/kl_old             mean -log r (verl's ppo_kl)
         ratio                     mean r
@@ -317,6 +318,7 @@ def ratio_metrics(
         "clip_ratio/low_mean": below,
         "clip_ratio/high_mean": above,
         "clip_ratio/region_mean": below | above,
+        "policy/clipfrac_avg": below | above,
         "policy/approxkl_avg": log_ratio**2 / 2,
         "policy/kl_old": -log_ratio,
         "ratio": ratio,

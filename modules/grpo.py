@@ -37,8 +37,8 @@ class GRPO(OnlineMixin, L.LightningModule):
     Metrics: `reward` (weighted sum), `reward_std` (within groups), `rewards/NAME/mean` and `std`, `strata/LABEL/...`,
     `frac_reward_zero_std`, `adv/...` (alignment.reward_metrics); `completions/...` (alignment.experience);
     `frac_masked_seq` (share of completions that are not trained on); `clip_ratio/...`, `ratio`, `policy/...`
-    (alignment.policy_losses); `entropy`, `kl`, `objective/kl` (nats per completion), `loss`, `grad_norm`. Those of an
-    update are over the completions it trained on.
+    (alignment.policy_losses); `entropy`, `kl`, `objective/kl` (nats per completion), `loss`, `loss/policy_avg`,
+    `grad_norm`. Those of an update are over the completions it trained on.
 
     Args:
         policy: the model to train; it is its own reference before the first step.

@@ -42,7 +42,7 @@ class PPO(ActorCriticMixin, L.LightningModule):
     """Trains a policy and a critic on the policy's completions. `predict` writes completions with their rewards.
 
     Metrics: those of GRPO, and `explained_variance`, `value_mean`, `val/clipfrac_avg`, `loss/value_avg`,
-    `objective/scores`, `objective/non_score_reward`, `objective/rlhf_reward` (TRL's names).
+    `objective/scores`, `objective/non_score_reward`, `objective/rlhf_reward`, `objective/entropy` (TRL's names).
 
     Args:
         policy: the model to train; it is its own reference before the first step.

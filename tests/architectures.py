@@ -86,6 +86,10 @@ PLAIN_ONLY: dict[str, Callable[[], hf.PreTrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
     ),
 }

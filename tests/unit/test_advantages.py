@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alignment.advantages import ADVANTAGES, RewardTable, estimate
+from alignment.advantages import ADVANTAGES, RewardTable, estimate, spread
 from alignment.batches import Group, GroupBatch
 from alignment.gae import gae, token_rewards, whiten
 from alignment.reward_metrics import reward_metrics
@@ -52,6 +52,7 @@ GOLDEN = [
 @pytest.mark.parametrize(("name", "options", "expected"), GOLDEN, ids=lambda x: x if isinstance(x, str) else "")
 def test_golden_values(name: str, options: dict[str, float], expected: list[float]) -> None:
     assert values(name, golden(), **options) == pytest.approx(expected, abs=1e-6)
+    assert float(spread(golden().scores)) == pytest.approx(1.620185, abs=1e-6)  # what `batch` divides by
 
 
 def test_the_score_is_the_weighted_sum_of_what_applies() -> None:
@@ -165,7 +166,7 @@ def test_order_and_shift_change_nothing_and_groups_sum_to_zero(groups, name, shi
 
 
 def test_a_users_estimator_is_named_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_advantages.py").write_text(
+    (tmp_path / "own_advantages.py").write_text(
         "import torch\n"
         "def best_only(table, *, bonus=1.0):\n"
         '    """The best of each group gets the bonus."""\n'
@@ -176,10 +177,10 @@ def test_a_users_estimator_is_named_by_its_import_path(tmp_path: Path, monkeypat
         "    return torch.zeros(1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_advantages", raising=False)
-    assert values("my_advantages.best_only", table([1, 3, 2], [5, 4]), bonus=2.0) == [0, 2, 0, 2, 0]
+    monkeypatch.delitem(sys.modules, "own_advantages", raising=False)
+    assert values("own_advantages.best_only", table([1, 3, 2], [5, 4]), bonus=2.0) == [0, 2, 0, 2, 0]
     with pytest.raises(ValueError, match=r"returned \(1,\) for 2 completions"):
-        values("my_advantages.wrong", table([1, 3]))
+        values("own_advantages.wrong", table([1, 3]))
 
 
 # ---------------------------------------------------------------------- tokens

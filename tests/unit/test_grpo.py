@@ -112,6 +112,7 @@ def test_golden_losses(settings: dict[str, Any], expected: float) -> None:
     if settings == {"kl": K3}:
         means = {name: float(total / count) for name, (total, count) in metrics.items()}
         assert means["kl"] == pytest.approx(0.041423, abs=1e-6)
+        assert means["loss/policy_avg"] == pytest.approx(-0.158192, abs=1e-6)
         assert [means[f"clip_ratio/{x}_mean"] for x in ("low", "high", "region")] == pytest.approx([0.2, 0.2, 0.4])
 
 

@@ -3,6 +3,7 @@ steps, and what users get wrong."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable
@@ -200,15 +201,6 @@ def test_max_steps_ends_a_rollout_early(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GRPO, PPO])
-def test_stop_tokens_that_are_none_or_not_the_models(tmp_path: Path) -> None:
-    """Without any, none is banned before `min_tokens` and every completion is cut off."""
-    watch, _ = fit(online(GRPO, sampling={"max_tokens": 3, "min_tokens": 2, "stop_ids": []}), tmp_path)
-    lengths = {name: watch.logged[0][f"completions/{name}"] for name in ("min_length", "max_length", "clipped_ratio")}
-    assert lengths == {"min_length": 3, "max_length": 3, "clipped_ratio": 1}
-    with pytest.raises(UserError, match=r"sampling\.stop_ids holds 512; the model's ids end at 511"):
-        fit(online(GRPO, sampling={"max_tokens": 3, "stop_ids": [3, 512]}), tmp_path)
-
-
 def test_one_prompt_and_more_minibatches(kind: Any, tmp_path: Path) -> None:
     """A minibatch without a group is a step without a gradient in a short last batch, and a mistake in every batch."""
     watch, run = fit(online(kind, minibatches=2, epochs=1), tmp_path, FixedData(prompts(1), batch_size=2))
@@ -216,6 +208,15 @@ def test_one_prompt_and_more_minibatches(kind: Any, tmp_path: Path) -> None:
     assert [u["grad_norm"] > 0 for u in watch.updates] == [False, True]
     with pytest.raises(UserError, match=r"minibatches is 3 and data\.batch_size 2"):
         fit(online(kind, minibatches=3, epochs=1), tmp_path, FixedData(prompts(4), batch_size=2))
+
+
+def test_stop_tokens_that_are_none_or_not_the_models(tmp_path: Path) -> None:
+    """Without any, none is banned before `min_tokens` and every completion is cut off."""
+    watch, _ = fit(online(GRPO, sampling={"max_tokens": 3, "min_tokens": 2, "stop_ids": []}), tmp_path)
+    lengths = {name: watch.logged[0][f"completions/{name}"] for name in ("min_length", "max_length", "clipped_ratio")}
+    assert lengths == {"min_length": 3, "max_length": 3, "clipped_ratio": 1}
+    with pytest.raises(UserError, match=r"sampling\.stop_ids holds 512; the model's ids end at 511"):
+        fit(online(GRPO, sampling={"max_tokens": 3, "stop_ids": [3, 512]}), tmp_path)
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -331,6 +332,41 @@ def test_importance_weighs_the_policy_term(tmp_path: Path) -> None:
     assert watch.updates[0]["loss"] == pytest.approx(float(weights.mean()), rel=1e-5)
 
 
+# ---------------------------------------------------------------------- rewards beside other work
+
+PATIENT = """
+import pathlib, time
+
+def patient(completion, sign):
+    until = time.monotonic() + 60
+    while not pathlib.Path(sign).exists():
+        if time.monotonic() > until:
+            raise RuntimeError("nothing else was done meanwhile")
+        time.sleep(0.01)
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("kind", [GRPO, PPO])
+def test_rewards_are_computed_beside_the_reference(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's reward that has no value before the reference's log-probs are there."""
+    (tmp_path / "my_patient_reward.py").write_text(PATIENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sign = tmp_path / "measured"
+    module = online(kind, rewards={"patient": "my_patient_reward.patient"}, kl={"measure": True}, epochs=1)
+    measure = module.measure
+
+    def watched(micro: GroupBatch) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = measure(micro)
+        sign.touch()
+        return found
+
+    module.measure = watched
+    data = FixedData(prompts(4, sign=[str(sign)] * 4), batch_size=4)
+    watch, _ = fit(module, tmp_path, data, max_steps=1)
+    assert (watch.logged[0]["rewards/patient/mean"], watch.logged[0]["rewards/patient/faults"]) == (1, 0)
+
+
 # ---------------------------------------------------------------------- dynamic sampling
 
 
@@ -375,6 +411,14 @@ def test_dynamic_sampling_needs_a_source_of_prompts(tmp_path: Path) -> None:
         fit(online(GRPO, dynamic_sampling=1), tmp_path)
 
 
+# ---------------------------------------------------------------------- the files
+
+
+def test_a_module_is_one_short_file() -> None:
+    for kind in (GRPO, PPO):
+        assert len(Path(inspect.getfile(kind)).read_text().splitlines()) <= 150
+
+
 # ---------------------------------------------------------------------- what users get wrong
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -394,6 +438,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"entropy": {"keep": 2}}, "entropy.keep is 2; it is a share above 0 and at most 1"),
     ({"entropy": {"coefficient": -0.1}}, "entropy.coefficient is -0.1; it must be at least 0"),
     ({"entropy": {"target": 0}}, "an adaptive entropy bonus needs target and step above 0"),
+    ({"kl": {"coefficient": math.inf}}, "KL coefficient is inf; it must be at least 0, and finite"),
+    ({"kl": {"coefficient": 1, "target": math.inf}}, "an adaptive KL needs coefficient, target and horizon"),
+    ({"entropy": {"coefficient": math.inf}}, "entropy.coefficient is inf; it must be at least 0, and finite"),
+    ({"sampling": {"stop_ids": [3, -1]}}, "sampling.stop_ids holds -1; token ids are at least 0"),
+    ({"advantage_args": {"eps": "1e-6"}}, "advantage 'group' has eps '1e-6'; it is a number"),
+    ({"loss_args": {"low": math.nan}}, "policy loss 'clip' has low nan; it is a number"),
     ({"success": "even"}, "success names 'even', which is no reward; there are odd"),
     ({"reference": "cached"}, "reference is 'cached'; for sampled completions it is one of auto"),
     ({"minibatches": 0}, "minibatches is 0; it must be at least 1"),
@@ -437,12 +487,6 @@ def test_a_head_with_an_adapter_cannot_give_a_full_kl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [GRPO, PPO])
 def test_a_loss_that_is_detached_is_an_error(kind: Any, tmp_path: Path) -> None:
-    ({"kl": {"coefficient": math.inf}}, "KL coefficient is inf; it must be at least 0, and finite"),
-    ({"kl": {"coefficient": 1, "target": math.inf}}, "an adaptive KL needs coefficient, target and horizon"),
-    ({"entropy": {"coefficient": math.inf}}, "entropy.coefficient is inf; it must be at least 0, and finite"),
-    ({"sampling": {"stop_ids": [3, -1]}}, "sampling.stop_ids holds -1; token ids are at least 0"),
-    ({"advantage_args": {"eps": "1e-6"}}, "advantage 'group' has eps '1e-6'; it is a number"),
-    ({"loss_args": {"low": math.nan}}, "policy loss 'clip' has low nan; it is a number"),
     """In PPO the values would go on learning beside it."""
     with pytest.raises(ValueError, match="the policy loss has no gradient"):
         fit(online(kind, loss="tests.rl_toys.detached"), tmp_path)

@@ -73,6 +73,9 @@ def test_golden_ratios_and_token_losses() -> None:
     assert tokens.ratio("sequence").tolist() == pytest.approx([1, 1, 1, 0.951229, 0.951229], abs=1e-6)
     losses = POLICY_LOSSES.get("clip")(tokens).tolist()
     assert losses == pytest.approx([-1.2, -0.740818, -1, 0.8, 1.349859], abs=1e-6)
+    # minus the gate under advantage 1, the gate under -1
+    gates = [-2.346333, -1.742259, -2, 1.578335, 2.250739]
+    assert POLICY_LOSSES.get("sapo")(tokens).tolist() == pytest.approx(gates, abs=1e-6)
 
 
 GOLDEN: list[tuple[str, Reduction | None, dict[str, float], float]] = [
@@ -311,7 +314,7 @@ def test_c3_a_masked_nan_reaches_neither_loss_nor_gradient(name: str) -> None:
 
 
 def test_a_users_loss_is_named_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_losses.py").write_text(
+    (tmp_path / "own_policy_losses.py").write_text(
         "from alignment.policy_losses import policy_loss\n"
         "def plain(tokens, *, scale=1.0):\n"
         '    """REINFORCE: -A log pi."""\n'
@@ -321,10 +324,10 @@ def test_a_users_loss_is_named_by_its_import_path(tmp_path: Path, monkeypatch: p
         "    return -tokens.ratio('sequence') * tokens.advantages\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_losses", raising=False)
-    assert golden_loss("my_losses.plain", scale=2.0) == pytest.approx(2 / 5 * (0.7 + 2.3 + 0.5 - 1.1 - 1.2))
-    assert form_of("my_losses.plain").reduction == "token_mean"
-    assert form_of("my_losses.whole").level == "sequence"
+    monkeypatch.delitem(sys.modules, "own_policy_losses", raising=False)
+    assert golden_loss("own_policy_losses.plain", scale=2.0) == pytest.approx(2 / 5 * (0.7 + 2.3 + 0.5 - 1.1 - 1.2))
+    assert form_of("own_policy_losses.plain").reduction == "token_mean"
+    assert form_of("own_policy_losses.whole").level == "sequence"
     assert form_of("whole_completions").reduction == "seq_mean_token_sum"
     with pytest.raises(ValueError, match="a policy loss called 'clip' exists already"):
         policy_loss("clip")(lambda tokens: tokens.logps)

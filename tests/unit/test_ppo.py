@@ -71,6 +71,7 @@ def test_golden_gae() -> None:
     assert means["objective/scores"] == pytest.approx(0.25)
     assert means["objective/rlhf_reward"] == pytest.approx((0.995 - 0.505) / 2, abs=1e-6)
     assert means["objective/non_score_reward"] == pytest.approx(-0.005, abs=1e-6)
+    assert means["objective/entropy"] == pytest.approx((3.5 + 2.2) / 2, abs=1e-6)
     errors = torch.tensor([0.716988, 0.865250, 0.695, -0.485250, -0.395])
     returns = torch.tensor([0.916988, 0.965250, 0.995, -0.485250, -0.495])
     assert means["explained_variance"] == pytest.approx(float(1 - errors.var() / returns.var()), abs=1e-5)
@@ -119,8 +120,11 @@ def test_policy_loss_and_kl_in_the_loss() -> None:
     batch = golden_batch([0.0, 0.0]).with_tokens(**{ADVANTAGES: torch.tensor([1.0, 1, 1, -1, -1]), RETURNS: V})
     module = online(PPO, kl={"coefficient": 0.04, "estimator": "k3", "place": "loss"})
     module.engine, module.critic = SaidBefore(new), Values(V)
-    share, _ = module.loss(batch, Counts(prompts=2, rows=2, tokens=5))
+    share, metrics = module.loss(batch, Counts(prompts=2, rows=2, tokens=5))
     assert float(share.detach()) == pytest.approx(-0.156535, abs=1e-6)
+    means = {name: float(total / count) for name, (total, count) in metrics.items()}
+    assert means["loss/policy_avg"] == pytest.approx(-0.158192, abs=1e-6)
+    assert means["policy/clipfrac_avg"] == pytest.approx(0.4)
 
 
 # ---------------------------------------------------------------------- what is not trained on
@@ -235,10 +239,10 @@ def test_values_learn_what_returns_are(tmp_path: Path) -> None:
         ({"critic": {"kind": "heads"}}, "critic.kind is one of head, copy, reward_model"),
         ({"kl": {"coefficient": 0, "target": 6}}, "an adaptive KL needs coefficient"),
         ({"epochs": 0}, "epochs is 0"),
-    ],
         ({"missing_eos_penalty": NAN}, "missing_eos_penalty is nan"),
         ({"value_coefficient": NAN}, "value_coefficient is nan"),
         ({"value_clip": NAN}, "value_clip nan"),
+    ],
 )
 def test_mistakes_are_told_in_one_line(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError) as caught:
