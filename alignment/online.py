@@ -115,8 +115,8 @@ class OnlineMixin(PenalisedMixin):
         kl: divergence from the reference, in the loss or in the reward.
         entropy: bonus for it, and training on high-entropy tokens only.
         mask_truncated: do not train on completions that the length limit ended; they still count in advantages.
-        dynamic_sampling: draw other prompts, at most this many times, in place of groups in which no reward differs. 0:
-            off.
+        dynamic_sampling: draw other prompts, at most this many times, in place of groups in which no reward that has a
+            weight differs. 0: off.
         success: the reward that measures success, in [0, 1], for re-grading prompts. Null: the first one.
         reference: what the policy is compared with: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the
             cheapest. Loaded only for a KL.
@@ -283,7 +283,8 @@ class OnlineMixin(PenalisedMixin):
         def roll(share: Sequence[Group], attempt: int) -> tuple[GroupBatch, Tensor]:
             batch = self._score(share, metrics, measure=False)
             rolled.append(batch)
-            return batch, table_of(batch, self.suite.names, self.suite.weights).informative().any(dim=1)
+            differs = table_of(batch, self.suite.names, self.suite.weights).informative()
+            return batch, differs[:, self.suite.weights.to(differs.device) != 0].any(dim=1)
 
         filled = fill(prompts, roll, source, step=self.batches_seen, attempts=self.dynamic_sampling)
         add_metrics(metrics, _dynamic_metrics(filled))

@@ -38,8 +38,8 @@ class Quota:
     """
 
     def __init__(self, ratio: Sequence[float | Fraction], carry: Sequence[Fraction] | None = None) -> None:
-        exact = [Fraction(str(r)) for r in ratio]
-        if not exact or min(exact) < 0 or sum(exact) == 0:
+        exact = [Fraction(str(r)) for r in ratio if math.isfinite(r)]
+        if not exact or len(exact) < len(ratio) or min(exact) < 0 or sum(exact) == 0:
             raise UserError(f"a ratio needs numbers of at least 0 that are not all 0, got {[str(r) for r in ratio]}")
         self.shares = [r / sum(exact) for r in exact]
         self.carry = [Fraction(0)] * len(exact) if carry is None else list(carry)

@@ -406,6 +406,16 @@ def test_dynamic_sampling_is_bounded(kind: Any, tmp_path: Path) -> None:
     assert (run.global_step, watch.updates[0]["grad_norm"]) == (1, 0)
 
 
+def test_dynamic_sampling_does_not_go_by_a_reward_without_weight(tmp_path: Path) -> None:
+    """A reward that only watches differs everywhere; the other one nowhere, so that every prompt is dropped."""
+    rewards = {"odd": here(odd_in_some), "watched": here(odd, weight=0.0)}
+    data = prompt_data(tmp_path, [False] * 8)
+    watch, _ = fit(online(GRPO, rewards=rewards, dynamic_sampling=1), tmp_path, data, max_steps=1)
+    row = watch.logged[0]
+    assert [row[f"dynamic_sampling/{name}"] for name in ("sampled", "dropped", "lacking")] == [8, 8, 4]
+    assert "rewards/watched/faults" in row
+
+
 def test_dynamic_sampling_needs_a_source_of_prompts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"which only datamodules\.PromptData gives"):
         fit(online(GRPO, dynamic_sampling=1), tmp_path)

@@ -76,7 +76,7 @@ def test_seats_never_stray_a_whole_seat_from_their_share(ratio: list[int], sizes
 
 
 def test_ratios_that_are_none() -> None:
-    for ratio in ([], [0, 0], [1, -1]):
+    for ratio in ([], [0, 0], [1, -1], [1, float("nan")], [float("inf"), 1]):
         with pytest.raises(UserError, match="needs numbers of at least 0 that are not all 0"):
             Quota(ratio)
 
