@@ -120,6 +120,16 @@ def test_extending_commands(folder: Path) -> None:
         run(line)
 
 
+def test_one_line_of_yaml(folder: Path) -> None:
+    """The YAML of the page, all of it in one configuration, over GRPO's."""
+    for code in blocks("extending.md", "python"):
+        (folder / code.split()[1]).write_text(code)
+    lines = [yaml.safe_load(text) for text in blocks("extending.md", "yaml")]
+    assert [list(line) for line in lines] == [["advantage"], ["loss"]]
+    (folder / "own.yaml").write_text(yaml.safe_dump({"model": {"init_args": lines[0] | lines[1]}}))
+    assert main(["fit", "-c", "configs/grpo.yaml", "-c", "own.yaml", *SMALL, *SHORT, *EPOCH]) == 0
+
+
 @pytest.fixture
 def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """name of a file of the page -> its module."""
