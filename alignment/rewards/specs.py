@@ -51,7 +51,8 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
         if isinstance(spec.scale, tuple) and not (
             len(spec.scale) == 2 and -math.inf < spec.scale[0] < spec.scale[1] < math.inf
         ):
-            raise UserError(f"reward '{name}': scale is {list(spec.scale)}; it is [low, high], finite, low below high")
+            given = list(spec.scale)
+            raise UserError(f"reward '{name}': scale is {given}; it is [low, high] with low below high, both finite")
         if spec.condition is not None:
             _check_condition(name, spec.condition, specs)
 
