@@ -156,12 +156,21 @@ def resolve(name: str | Path, run_dir: Path | str) -> Path:
     if str(name) == "last":
         return pointer if pointer.is_dir() else found[0]
     callbacks = load_checkpoint_folder(found[0]).get("callbacks", {})
-    paths = [s["best_model_path"] for s in callbacks.values() if isinstance(s, dict) and s.get("best_model_path")]
+    states = [s for s in callbacks.values() if isinstance(s, dict) and "best_model_path" in s]
     # The run may have been moved since: what counts is the name within its folder.
-    for path in (folder / Path(p).name for p in paths):
+    paths = [folder / Path(s["best_model_path"]).name for s in states if s["best_model_path"]]
+    for path in paths:
         if path.is_dir():
             return path
-    raise CheckpointError(f"no checkpoint in {folder} is recorded as the best; give `callbacks.Checkpoint` a `monitor`")
+    raise CheckpointError(f"no best checkpoint in {folder}: {_why_none_is_best(states, paths)}; use last")
+
+
+def _why_none_is_best(states: list[dict[str, Any]], paths: list[Path]) -> str:
+    """From what the ModelCheckpoints of a run recorded."""
+    monitors = [s["monitor"] for s in states if s.get("monitor")]
+    if paths:
+        return f"{paths[0].name} is not there any more"
+    return f"{monitors[0]} was never logged" if monitors else "no `callbacks.Checkpoint` of it has a `monitor`"
 
 
 # ---------------------------------------------------------------------- modules

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from alignment import runs
-from alignment.checkpoint import CheckpointError, resolve
 from alignment.errors import UserError
 from alignment.export import export
 from alignment.heads_file import FOLDER as HEADS
@@ -25,8 +24,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds `runs` (default: here)")
+    parser.add_argument("--run_name", help="of `last` and `best`: only runs called so")
+    parser.add_argument("--model", help="of `last` and `best`: only runs of this module, for example modules.GRPO")
     given = parser.parse_args(argv)
-    checkpoint = _find(given.checkpoint, given.root)
+    wanted = {key: value for key in ("run_name", "model") if (value := getattr(given, key)) is not None}
+    checkpoint = _find(given.checkpoint, given.root, wanted)
     merge = given.merge_lora == "true"
     if is_reward_model(checkpoint):
         if not merge:
@@ -48,15 +50,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _find(name: str, root: Path) -> Path:
+def _find(name: str, root: Path, wanted: dict[str, str]) -> Path:
     """The folder meant by a path, or by `last` or `best` in the newest run below `root` that has such a checkpoint."""
     if name not in ("last", "best"):
+        if wanted:
+            raise UserError(f"--{next(iter(wanted))} chooses among runs, and '{name}' is one checkpoint")
         return Path(name)
-    for folder, _ in runs.find_runs(root, None):
-        try:
-            found = resolve(name, folder / "checkpoints")
-        except CheckpointError:
-            continue  # a run that ended before its first checkpoint, or without a monitor
-        print(f"{name} is {found}")
-        return found
-    raise UserError(f"no run below {root / 'runs'} has a {name} checkpoint; give its folder")
+    if "model" in wanted and "." not in wanted["model"]:
+        wanted = {**wanted, "model": f"modules.{wanted['model']}"}
+    found = runs.find_checkpoint(name, root, None, **wanted)
+    if found is None:
+        asked = "".join(f" with {key} {value}" for key, value in wanted.items())
+        raise UserError(f"no run{asked} below {root / 'runs'} has a {name} checkpoint; give its folder")
+    print(f"{name} is {found.checkpoint}, of run {runs.label(found.folder, found.record)}")
+    if found.note:
+        print(found.note)
+    return found.checkpoint

@@ -93,7 +93,7 @@ class RecordRun(SaveConfigCallback):
         datamodule = getattr(trainer, "datamodule", None)
         for logger in _tracking(trainer):
             say(f"this run: {logger.run_dir}")
-            suffix = f"-{logger.resumes}" if logger.resumes else ""
+            suffix = f"-{logger.turn}" if logger.turn else ""
             logger.log_text(text, f"config/{TrainerFn(stage).value}{suffix}.yaml")
             logger.log_hyperparams({"seed": self.config.get("seed_everything"), **_data_settings(self.config)})
             if isinstance(datamodule, HasDatasetInputs):
@@ -215,13 +215,13 @@ class AlignmentCLI(LightningCLI):
         wanted = {"run_name": given.run_name, "model": settings.model.class_path}
         if given.run_id is not None:
             wanted = {"run_id": given.run_id}
-        for folder, record in runs.find_runs(Path(given.root).resolve(), given.experiment_name, **wanted):
-            try:
-                settings.ckpt_path = str(resolve(name, folder / "checkpoints"))
-            except CheckpointError:
-                continue  # a run that ended before its first checkpoint
-            given.run_id = record["run_id"]
-            say(f"continuing run {folder.name} from {settings.ckpt_path}")
+        found = runs.find_checkpoint(name, Path(given.root).resolve(), given.experiment_name, **wanted)
+        if found is not None:
+            settings.ckpt_path, given.run_id = str(found.checkpoint), found.record["run_id"]
+            does = "continuing" if self.config["subcommand"] == "fit" else "evaluating"
+            say(f"{does} run {found.folder.name} from {settings.ckpt_path}")
+            if found.note:
+                say(found.note)
             return
         asked = ", ".join(f"{k}={v}" for k, v in wanted.items())
         raise CommandLineError(
@@ -257,7 +257,8 @@ class AlignmentCLI(LightningCLI):
             callbacks.append(Signals())
         for logger in _as_list(settings.get("logger")):
             if isinstance(logger, TrackingLogger):
-                logger.annotate(model=self._settings().model.class_path)
+                trains = self.config["subcommand"] == "fit"
+                logger.annotate(model=self._settings().model.class_path, trains=trains)
         try:
             return super().instantiate_trainer(plugins=plugins, callbacks=callbacks, **kwargs)
         except TypeError as ex:  # Lightning checks some settings by type, such as `devices`

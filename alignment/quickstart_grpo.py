@@ -45,6 +45,8 @@ _LINES: tuple[tuple[str, str, str], ...] = (
     ("reward", "reward (right, and half as much again without words)", "{:.2f}"),
     ("completions/mean_length", "length in tokens", "{:.1f}"),
 )
+_PLAIN = re.compile(r"(?:.*\n\n|^)User:\n(.*)\n\nAssistant:\n$", re.DOTALL)
+"""The end of a prompt in `alignment.chat.PLAIN_TEMPLATE`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class Report:
         """(question, what was said in each column) of the first held-out prompts."""
         first, *others = (e.samples[:SAMPLES] for e in self.evaluations.values())
         return [
-            (question(row["prompt"]), [row["completion"], *(other[i]["completion"] for other in others)])
+            (_flat(question(row["prompt"])), [row["completion"], *(other[i]["completion"] for other in others)])
             for i, row in enumerate(first)
         ]
 
@@ -107,7 +109,10 @@ class Report:
 
 
 def question(prompt: str) -> str:
-    """The line of a rendered prompt that asks: the last one that is not the template's alone, without its marks."""
+    """What a rendered prompt asks, without its template: the user's last turn of the plain layout; else the last line
+    that is not the template's alone, without its marks."""
+    if (plain := _PLAIN.search(prompt)) is not None:
+        return plain[1].strip()
     lines = [re.sub(r"<\|[^|]*\|>", "", line).strip() for line in prompt.splitlines()]
     return next((line for line in reversed(lines) if line and line != "assistant"), prompt)
 

@@ -9,12 +9,19 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from alignment.checkpoint import CheckpointError, resolve
+from alignment.checkpoint_folder import complete
+from alignment.errors import UserError
 
 RECORD = "run.json"
 _SAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST = 80
+_NAMED = 3
+"""Most newer runs that a line names."""
 
 
 def safe_name(text: str) -> str:
@@ -46,7 +53,8 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def find_runs(root: Path, experiment: str | None, **wanted: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Runs of an experiment (None: of any) whose record has every `wanted` value, newest first."""
+    """Runs of an experiment (None: of any) whose record has every `wanted` value, newest first: by when they were last
+    trained, or evaluated if they never were."""
     found = []
     parents = [root / "runs" / safe_name(experiment)] if experiment is not None else (root / "runs").glob("*")
     for folder in (run for parent in parents if parent.is_dir() for run in parent.iterdir()):
@@ -55,3 +63,50 @@ def find_runs(root: Path, experiment: str | None, **wanted: Any) -> Iterator[tup
             found.append((float(record.get("started", 0.0)), folder, record))
     for _, folder, record in sorted(found, key=lambda item: (item[0], item[1].name), reverse=True):
         yield folder, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The checkpoint that `last` or `best` means.
+
+    Args:
+        folder, record: its run.
+        checkpoint: its folder.
+        note: names newer runs that have none, "" if there are none.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    checkpoint: Path
+    note: str
+
+
+def find_checkpoint(name: str, root: Path, experiment: str | None, **wanted: Any) -> Found | None:
+    """`last` or `best` of the newest run that has one, among the trained ones with every `wanted` value.
+
+    None where no run has any checkpoint. Raises UserError where some have, but none has a `best` one.
+    """
+    newer: list[str] = []
+    told = ""
+    for folder, record in find_runs(root, experiment, **wanted):
+        if not record.get("trains", True):
+            continue
+        try:
+            checkpoint = resolve(name, folder / "checkpoints")
+        except CheckpointError as ex:
+            newer.append(label(folder, record))
+            if not told and complete(folder / "checkpoints"):
+                told = f"run {label(folder, record)}: {ex}"
+            continue
+        more = f" and {len(newer) - _NAMED} more" if len(newer) > _NAMED else ""
+        note = f"newer runs without a {name} checkpoint: {', '.join(newer[:_NAMED])}{more}" if newer else ""
+        return Found(folder=folder, record=record, checkpoint=checkpoint, note=note)
+    if told:
+        raise UserError(told)
+    return None
+
+
+def label(folder: Path, record: dict[str, Any]) -> str:
+    """A run in a line: the name of its folder, its module, and what the user called it."""
+    words = [record.get("model"), f"'{record['run_name']}'" if record.get("run_name") else None]
+    return " ".join([folder.name, *(word for word in words if word)])

@@ -73,7 +73,7 @@ class TrackingLogger(MLFlowLogger):
         root: Folder for the database, the artifacts and the run folders.
         tracking_uri: Tracking server to use in place of `sqlite:///<root>/mlflow.db`.
         tags: Tags of the run.
-        run_id: Run to continue. Its parameters stay; changed ones are recorded as an artifact.
+        run_id: Run to continue, or to evaluate. Its parameters stay; changed ones are recorded as an artifact.
         prefix: Put before every metric name.
     """
 
@@ -99,7 +99,8 @@ class TrackingLogger(MLFlowLogger):
         self._prefix = prefix
         self._client: MlflowClient | None = None
         self._folder_id = run_id
-        self._resumes = 0
+        self._continues = run_id is not None
+        self._turn = 0
         self._known_params: dict[str, str] = {}
         self._refusal: str | None = None
         self._record: dict[str, Any] = {}
@@ -151,13 +152,19 @@ class TrackingLogger(MLFlowLogger):
         return self._client if self._client is not None else _DummyExperiment()
 
     @property
-    def resumes(self) -> int:
-        """How often this run was continued, this time included."""
+    def turn(self) -> int:
+        """How often this run was continued, this time included; where it only is evaluated now, how often it was."""
         self._start()
-        return self._resumes
+        return self._turn
+
+    @property
+    def _visits(self) -> bool:
+        """Whether a run that is there is evaluated: what is recorded of its training then stays as it is."""
+        return self._continues and not self._record.get("trains", True)
 
     def annotate(self, **record: Any) -> None:
-        """Add to the run's `run.json`. Call before the run starts."""
+        """Add to the run's `run.json`: `model`, its class, and `trains`, whether this process trains it or only
+        evaluates. Call before the run starts."""
         self._record.update(record)
 
     def adopt(self, folder_id: str | None) -> None:
@@ -181,10 +188,12 @@ class TrackingLogger(MLFlowLogger):
             what = f"continue run '{self._run_id}'" if self._run_id else f"start a run in '{self._experiment_name}'"
             raise ValueError(f"MLflow cannot {what}: {self._refusal}")
         self._folder_id = self._run_id or f"local-{uuid.uuid4().hex[:12]}"
+        if self._visits:
+            return
         folder = runs.run_folder(self.root, self._experiment_name, self._folder_id)
         record = {
             "experiment": self._experiment_name,
-            "run_name": self._run_name,
+            "run_name": self._run_name or (runs.read_record(folder) or {}).get("run_name"),
             "run_id": self._run_id,
             "started": time.time(),
             **self._record,
@@ -256,9 +265,11 @@ class TrackingLogger(MLFlowLogger):
         self._experiment_id = run.info.experiment_id
         self._experiment_name = client.get_experiment(run.info.experiment_id).name
         self._known_params = dict(run.data.params)
-        self._resumes = int(run.data.tags.get("resumes", 0)) + 1
-        client.update_run(run_id, status="RUNNING")
-        client.set_tag(run_id, "resumes", self._resumes)
+        tag = "evaluations" if self._visits else "resumes"
+        self._turn = int(run.data.tags.get(tag, 0)) + 1
+        client.set_tag(run_id, tag, self._turn)
+        if not self._visits:
+            client.update_run(run_id, status="RUNNING")
 
     def _send_tags(self, folder: Path) -> None:
         tags = {**provenance.code_version(), **provenance.package_versions(), "run_folder": str(folder)}
@@ -312,7 +323,8 @@ class TrackingLogger(MLFlowLogger):
             if len(v) > PARAM_LIMIT:
                 client.log_text(run, v, f"params/{k.replace('/', '.')}.txt")
         if changed:
-            client.log_dict(run, changed, f"config/changed-{self._resumes}.json")
+            what = "changed-evaluation" if self._visits else "changed"
+            client.log_dict(run, changed, f"config/{what}-{self._turn}.json")
         known.update((k, v[:PARAM_LIMIT]) for k, v in new.items())
 
     @rank_zero_only
@@ -351,7 +363,8 @@ class TrackingLogger(MLFlowLogger):
         """Send what is queued and close the run. With the tracker away, say where the metrics are."""
         if not self._started:
             return
-        self.record(lambda client, run: client.set_terminated(run, _STATUS.get(status, "FAILED")))
+        if not self._visits:  # its end is that of its training
+            self.record(lambda client, run: client.set_terminated(run, _STATUS.get(status, "FAILED")))
         if not self._outbox.wait():
             rank_zero_warn(f"{len(self._outbox)} records did not reach MLflow; the metrics are in {self.run_dir}")
 

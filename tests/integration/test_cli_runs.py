@@ -202,6 +202,38 @@ def test_best_is_the_monitored_one(workdir: Path, capsys: pytest.CaptureFixture[
     assert config_of(workdir, run, "validate-1.yaml")["ckpt_path"].endswith("step=4.ckpt")
 
 
+def test_an_evaluated_run_is_not_the_newest(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of two runs is evaluated, as is a fresh module: `last` is the second run's all the same."""
+    for _ in range(2):
+        assert main(RUN) == 0
+    first, second = all_runs(workdir)
+    assert main(["validate", *TOYS, "--ckpt_path", "last", "--trainer.logger.run_id", first.info.run_id]) == 0
+    assert main(["validate", *TOYS]) == 0
+    capsys.readouterr()
+    assert main(["validate", *TOYS, "--ckpt_path", "last"]) == 0
+    out = capsys.readouterr().out
+    assert f"evaluating run {second.info.run_id} from" in out
+    assert "newer runs" not in out
+    again = {run.info.run_id: run for run in all_runs(workdir)}[first.info.run_id]
+    assert "resumes" not in again.data.tags
+    assert again.info.end_time == first.info.end_time
+
+
+NEVER = '[{"class_path": "callbacks.Checkpoint", "init_args": {"monitor": "val/reward", "mode": "max"}}]'
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint monitors 'val/reward'")
+def test_no_best_checkpoint_says_why(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN[:-1], "--trainer.callbacks", NEVER]) == 0
+    (run,) = all_runs(workdir)
+    assert main(["validate", *TOYS, "--ckpt_path", "best"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"alignment: error: run {run.info.run_id} tests.cli_toys.ToyModule: no best checkpoint in ")
+    assert line.endswith("checkpoints: val/reward was never logged; use last")
+    assert main(["export", "best", "out"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("val/reward was never logged; use last")
+
+
 # ---------------------------------------------------------------------- two processes
 
 

@@ -10,8 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from alignment import quickstart_grpo
-from alignment.quickstart_grpo import COLUMNS, Report, question
+from alignment.chat import ChatEncoder, Message
+from alignment.quickstart_grpo import COLUMNS, Evaluation, Report, question
 from alignment.sorting import HELD_OUT, LENGTH, PROMPTS, WORKED, write_rows
+from alignment.tiny import tiny_tokenizer
 
 STEPS = 40
 
@@ -68,6 +70,18 @@ def test_the_question_of_a_rendered_prompt() -> None:
     asked = f"{system}<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
     assert question(asked) == "What is 2 + 3?"
     assert question("sort abc") == "sort abc"
+    assert question("Be brief.\n\nUser:\nA?\n\nAssistant:\nB</s>\n\nUser:\nC\nor D?\n\nAssistant:\n") == "C\nor D?"
+
+
+def test_the_samples_are_headed_by_what_was_asked(tmp_path: Path) -> None:
+    """The letters of the file, through the template of the tiny configuration."""
+    encoder = ChatEncoder(tokenizer=tiny_tokenizer(), template="plain")
+    row = json.loads(write_rows(tmp_path)["held_out"].read_text().splitlines()[0])
+    prompt = tiny_tokenizer().decode(encoder.prompt([Message("user", row["prompt"])]))
+    evaluation = Evaluation(metrics={}, samples=[{"prompt": prompt, "completion": "abc"}])
+    settings = {"model": "tiny", "curve": [], "seconds": {}, "peak_gb": 1.0, "policy": ""}
+    report = Report(evaluations={"before": evaluation, "GRPO": evaluation}, **settings)
+    assert report.replies() == [(row["prompt"], ["abc", "abc"])]
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

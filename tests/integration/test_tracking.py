@@ -97,7 +97,7 @@ def test_continuing_a_run_keeps_parameters_and_records_changes(logger: TrackingL
     again.log_hyperparams({"beta": 0.9, "lr": 1, "new": 3})
     again.log_metrics({"loss": 1.0}, step=2)
     again.finalize()
-    assert (again.run_dir, again.resumes) == (logger.run_dir, 1)
+    assert (again.run_dir, again.turn) == (logger.run_dir, 1)
     run = again.experiment.get_run(logger.run_id)
     assert run.data.params == {"beta": "0.1", "lr": "1", "new": "3"}
     assert run.info.status == "FINISHED"
@@ -148,6 +148,40 @@ def test_runs_are_found_newest_first(tmp_path: Path) -> None:
     assert [f.name for f, _ in runs.find_runs(tmp_path, "exp")] == ["c", "b", "a"]
     assert [f.name for f, _ in runs.find_runs(tmp_path, "exp", run_name="x")] == ["b", "a"]
     assert list(runs.find_runs(tmp_path, "other")) == []
+
+
+def test_evaluating_a_run_leaves_its_record_its_end_and_its_count_alone(logger: TrackingLogger) -> None:
+    logger.annotate(model="modules.SFT", trains=True)
+    logger.log_hyperparams({"beta": 0.1})
+    logger.finalize("failed")
+    record, before = runs.read_record(logger.run_dir), logger.experiment.get_run(logger.run_id)
+    for turn in (1, 2):
+        again = TrackingLogger(run_id=logger.run_id)
+        again.annotate(model="modules.SFT", trains=False)
+        again.log_hyperparams({"beta": 0.9})
+        again.log_metrics({"val/loss": 1.0}, step=2)
+        again.finalize()
+        assert (again.run_dir, again.turn) == (logger.run_dir, turn)
+    after = again.experiment.get_run(logger.run_id)
+    assert runs.read_record(logger.run_dir) == record
+    assert (after.info.status, after.info.end_time) == ("FAILED", before.info.end_time)
+    assert after.data.tags == {**before.data.tags, "evaluations": "2"}
+    assert after.data.metrics == {"val/loss": 1.0}
+    assert [f.path for f in again.experiment.list_artifacts(logger.run_id, "config")] == [
+        "config/changed-evaluation-1.json",
+        "config/changed-evaluation-2.json",
+    ]
+
+
+def test_continuing_by_its_id_keeps_what_a_run_is_called(logger: TrackingLogger) -> None:
+    logger.log_metrics({"loss": 1.0})
+    logger.finalize()
+    again = TrackingLogger(run_id=logger.run_id)
+    again.log_metrics({"loss": 1.0})
+    again.finalize()
+    record = runs.read_record(logger.run_dir)
+    assert record is not None
+    assert record["run_name"] == "first"
 
 
 # ---------------------------------------------------------------------- without MLflow

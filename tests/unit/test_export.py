@@ -245,11 +245,20 @@ def test_last_is_the_newest_run_that_has_one(
         main(["last", "out"])
     for name, started in (("old", 1.0), ("new", 2.0), ("empty", 3.0)):
         folder = run_folder(Path(), "any", name)
-        write_record(folder, {"started": started})
+        write_record(folder, {"started": started, "model": "modules.SFT", "run_name": f"my {name}"})
         if name != "empty":
             module = trained(PolicyConfig(name="tiny", init_seed=int(started)))
             checkpoint(module, folder / "checkpoints" / "step=1.ckpt")
     assert main(["last", "out"]) == 0
-    assert "last is runs/any/new/checkpoints/step=1.ckpt" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "last is runs/any/new/checkpoints/step=1.ckpt, of run new modules.SFT 'my new'",
+        "newer runs without a last checkpoint: empty modules.SFT 'my empty'",
+    ]
     expected = logits(trained(PolicyConfig(name="tiny", init_seed=2)).policy)
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained("out")), expected)
+    assert main(["last", "old", "--run_name", "my old", "--model", "SFT"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("step=1.ckpt, of run old modules.SFT 'my old'")
+    with pytest.raises(UserError, match=r"no run with model modules\.DPO below runs has a last checkpoint"):
+        main(["last", "other", "--model", "modules.DPO"])
+    with pytest.raises(UserError, match="--run_name chooses among runs, and 'runs/any' is one checkpoint"):
+        main(["runs/any", "other", "--run_name", "x"])
