@@ -6,7 +6,7 @@ import difflib
 import dis
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from alignment.errors import UserError
 
@@ -17,6 +17,7 @@ _KEY = re.compile(r'Parser key "([^"]+)":?\s*(.*)')
 _UNKNOWN = re.compile(
     r"(?:Option|(?:Group|Subcommand) '[^']*' does not accept option) '([^']+)'|unrecognized arguments: -*([^\s=]+)"
 )
+_OWNER = re.compile(r"Problem with given class_path '([^']+)'")
 _HINT = re.compile(r"\(did you mean '([^']+)'\?\)")
 _NO_OPTION = re.compile(r"unrecognized arguments: ([^-\s]\S*)")
 _NO_VALUE = re.compile(r"argument (?:-\w/)?(--\S+): expected one argument")
@@ -49,14 +50,15 @@ def one_line(text: str) -> str:
 
 
 def suggest(key: str, known: Iterable[str]) -> str | None:
-    """The known key that `key` probably meant: the closest as a whole, else by its first part, else by its last."""
+    """The known key that `key` probably meant: the closest as a whole, else by its first part, else by its last. Never
+    one that is not known."""
     known = list(known)
     first, dot, rest = key.partition(".")
     firsts = {k.partition(".")[0] for k in known}
     if dot and first not in firsts and (close := difflib.get_close_matches(first, firsts, n=1)):
-        key = f"{close[0]}.{rest}"
-        # The rest may name a setting of a class, which `known` does not hold: replaced only where it is very close.
-        return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.85)), key)
+        near = difflib.get_close_matches(f"{close[0]}.{rest}", known, n=1, cutoff=0.85)
+        if near or close[0] in known:
+            return near[0] if near else close[0]
     close = difflib.get_close_matches(key, known, n=1)
     if close:
         return close[0]
@@ -74,12 +76,17 @@ def add_hint(message: str, known: Iterable[str]) -> str:
     return f"{message} (did you mean '{meant}'?)" if meant else message
 
 
-def explain(message: str, class_names: Iterable[str] = (), import_error: str | None = None) -> str:
+def explain(
+    message: str,
+    class_names: Iterable[str] = (),
+    import_error: str | None = None,
+    settings: Mapping[str, Collection[str]] | None = None,
+) -> str:
     """One line from jsonargparse's nested report: the full key, then what is wrong with it.
 
     The report lists what every alternative of a type had to say; the first alternative that got furthest is the one the
     user meant. `class_names`: names to look through when a class was not found. `import_error`: what an import that
-    failed behind the report has to say (`failed_import`).
+    failed behind the report has to say (`failed_import`). `settings`: class path -> the names of its settings.
     """
     class_names = list(class_names)
     if (word := _NO_OPTION.search(message)) is not None:
@@ -90,6 +97,7 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
     reasons: list[str] = []
     given: str | None = None
     wanted: str | None = None  # whose settings a value should have been
+    chosen = ""  # the class whose settings are read
     depth = 0  # of the first reason: alternatives that failed further out are not what the user meant
     for raw in message.splitlines():
         indent = len(raw) - len(raw.lstrip())
@@ -101,9 +109,13 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
             line = key[2]
         if import_error is not None:
             continue
+        owner = _OWNER.match(line)
+        chosen = owner[1] if owner else chosen
         unknown = _UNKNOWN.search(line)
         if unknown:
-            return _unknown_key([*path, unknown[1] or unknown[2]], _HINT.search(line))
+            key = unknown[1] or unknown[2]
+            others = _others(key.partition(".")[0].partition("=")[0], chosen, settings or {})
+            return _unknown_key([*path, key], _HINT.search(line), others)
         missing = _NOT_A_CLASS.search(line)
         if missing:
             if missing[1] in class_names:
@@ -111,8 +123,8 @@ def explain(message: str, class_names: Iterable[str] = (), import_error: str | N
             meant = suggest(missing[1], class_names)
             hint = f"; did you mean '{meant}'?" if meant else ", neither a known name nor an importable path"
             return f"{_prefix(path)}no class '{missing[1]}'{hint}"
-        settings = _WANTS_SETTINGS.match(line)
-        wanted = settings[1] if settings and wanted is None else wanted
+        wants = _WANTS_SETTINGS.match(line)
+        wanted = wants[1] if wants and wanted is None else wanted
         if line.startswith("Given value: ") and given is None:
             given = line.removeprefix("Given value: ")
         imported = _IMPORTED.match(line)
@@ -136,8 +148,18 @@ def _joined(reasons: list[str], given: str | None) -> str:
     return "; ".join(reasons)
 
 
-def _unknown_key(path: list[str], hint: re.Match[str] | None) -> str:
+def _others(name: str, chosen: str, settings: Mapping[str, Collection[str]]) -> str:
+    """Says that a setting belongs to other classes than the chosen one; "" where it belongs to none, or to it too."""
+    having = sorted(path for path, names in settings.items() if name in names)
+    if chosen not in settings or chosen in having or not having:
+        return ""
+    return f"; {chosen} has no {name}: it is a setting of {', '.join(having)}"
+
+
+def _unknown_key(path: list[str], hint: re.Match[str] | None, others: str = "") -> str:
     text = f"unknown key '{'.'.join(path)}'"
+    if others:
+        return text + others
     return f"{text}; did you mean '{'.'.join([*path[:-1], hint[1]])}'?" if hint else text
 
 

@@ -40,6 +40,7 @@ from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpo
 from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings
 from alignment.config_file import check_config_file
 from alignment.tracking import HasDatasetInputs, TrackingLogger
+from alignment.training import TrainingMixin, plain
 
 # Some of Lightning's own defaults are enums (Timer's `interval`), which a plain YAML dump of the configuration refuses.
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
@@ -55,6 +56,8 @@ _REFUSED = {
     "gradient_clip_algorithm": (None, "clipping is by norm: set model.optim.clip_norm instead"),
 }
 """Trainer settings that make no sense with a shared update: name -> (their default, what to use instead)."""
+_PARTS = {"model": L.LightningModule, "data": L.LightningDataModule}
+"""Part of a configuration -> what its class derives from."""
 
 
 class Parser(LightningArgumentParser):
@@ -68,10 +71,15 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         owner = getattr(ex, "subcommand_parser", None) or self
         known = [a.dest for a in owner._actions if a.dest not in ("help", "==SUPPRESS==")]
+        settings = {part: _settings_of(kind) for part, kind in _PARTS.items()}
+        for part in _PARTS.keys() & set(known):
+            names = {name for mine in settings[part].values() for name in mine}
+            known += [f"{part}.{name}" for name in sorted(names | {"class_path", "init_args"})]
         message = add_hint(message, [*known, "init_args", "class_path"])
         if not self.exit_on_error:  # a parser inside a type: its caller has more to say
             super().error(message, ex)
-        raise CommandLineError(explain(message, _class_names(), failed_import(ex))) from ex
+        every = {path: names for mine in settings.values() for path, names in mine.items()}
+        raise CommandLineError(explain(message, _class_names(), failed_import(ex), every)) from ex
 
 
 class RecordRun(SaveConfigCallback):
@@ -200,7 +208,7 @@ class AlignmentCLI(LightningCLI):
         return config
 
     def _report_differences(self, saved: dict[str, Any]) -> None:
-        used = _flat(self._settings().model.init_args.as_dict())
+        used = _flat(plain(self._settings().model.init_args.as_dict()))
         for key, old in _flat(saved).items():
             if key in used and used[key] != old:
                 say(f"model.{key}: {used[key]!r} is used; the checkpoint has {old!r}")
@@ -370,11 +378,20 @@ def _data_settings(config: Namespace) -> dict[str, Any]:
 
 def _class_names() -> list[str]:
     """Short names of every module, datamodule, callback and logger that is imported."""
-    names: set[str] = set()
-    todo: list[type] = [L.LightningModule, L.LightningDataModule, L.Callback, Logger]
-    while todo:
-        subclasses: list[type] = todo.pop().__subclasses__()
-        for cls in subclasses:
-            names.add(cls.__name__)
-            todo.append(cls)
-    return sorted(names)
+    return sorted({cls.__name__ for kind in (*_PARTS.values(), L.Callback, Logger) for cls in _subclasses(kind)})
+
+
+def _settings_of(kind: type) -> dict[str, set[str]]:
+    """Class path -> names of the settings of every class of this kind that may be chosen."""
+    found = {}
+    for cls in _subclasses(kind):
+        package = cls.__module__.partition(".")[0]
+        if package not in ("alignment", "lightning"):  # parts of classes
+            fixed = cls.fixed if issubclass(cls, TrainingMixin) else ()
+            found[f"{package}.{cls.__name__}"] = set(_parameters(cls)) - set(fixed)
+    return found
+
+
+def _subclasses(kind: type) -> list[type]:
+    found: list[type] = kind.__subclasses__()
+    return [*found, *(below for cls in found for below in _subclasses(cls))]

@@ -68,6 +68,9 @@ class TrainingMixin(L.LightningModule):
     reads: ClassVar[str | None] = None
     """What the data must be for: supervised, preference or prompts (`protocols.HasPurpose`). None: anything."""
 
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Settings of a base class that this one decides itself and does not take."""
+
     moving: ClassVar[tuple[str, ...]] = ()
     """Attributes a callback may move during training (beta, ...): saved in the checkpoint, restored on resume."""
 

@@ -49,6 +49,8 @@ class GDPO(GRPO):
         settings: those of GRPO but its advantage; see modules.GRPO and alignment.online.OnlineMixin.
     """
 
+    fixed = ("advantage", "advantage_args")
+
     def __init__(
         self,
         policy: PolicyConfig,
@@ -62,7 +64,7 @@ class GDPO(GRPO):
             raise UserError(f"whiten is '{whiten}'; use {', '.join(get_args(Whiten))}")
         if not eps >= 0 or (batch_eps is not None and not batch_eps >= 0):
             raise UserError(f"eps is {eps} and batch_eps {batch_eps}; they are at least 0")
-        if given := sorted({"advantage", "advantage_args"} & set(settings)):
+        if given := sorted(set(self.fixed) & set(settings)):
             raise UserError(f"{' and '.join(given)} cannot be set: GDPO is an advantage; use modules.GRPO for another")
         super().__init__(
             policy=policy,
@@ -71,4 +73,4 @@ class GDPO(GRPO):
             advantage_args={"whiten": whiten, "eps": eps, "batch_eps": batch_eps},
             **settings,
         )
-        self.save_hyperparameters(ignore=["advantage", "advantage_args"])
+        self.save_hyperparameters(ignore=self.fixed)

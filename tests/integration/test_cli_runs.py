@@ -144,16 +144,23 @@ def test_the_same_with_dpo(workdir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (saved["hyper_parameters"]["beta"], saved["global_step"]) == (0.9, 2)
 
 
-def test_settings_that_a_base_class_takes_come_from_the_checkpoint_too(workdir: Path) -> None:
-    """`entropy` and `completions` are among GRPO's `**settings`; the file speaks of the second only."""
+def test_settings_that_a_base_class_takes_come_from_the_checkpoint_too(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`entropy` and `completions` are among GRPO's `**settings`; the file speaks of the second only. Its scale, a pair
+    there and a list in the checkpoint, is the same."""
     grpo = ["fit", "-c", str(CONFIGS / "debug" / "grpo_smoke.yaml"), *QUIET, "--data.max_rows", "8"]
+    grpo += ["--model.rewards.short", "{reward: LengthWithin, args: {maximum: 9}, scale: [0, 1]}"]
     assert (
         main([*grpo, "--model.entropy.coefficient", "0.01", "--model.completions", "3", "--trainer.max_steps", "1"])
         == 0
     )
     (run,) = all_runs(workdir)
     start = str(checkpoint_of(folder_of(workdir, run)))
+    capsys.readouterr()
     assert main([*grpo, "--ckpt_path", start, "--trainer.max_steps", "2", "--trainer.max_epochs", "2"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model.")]
+    assert told == ["model.completions: 4 is used; the checkpoint has 3"]
     _, again = all_runs(workdir)
     used = config_of(workdir, again)["model"]["init_args"]
     assert (used["entropy"]["coefficient"], used["completions"]) == (0.01, 4)

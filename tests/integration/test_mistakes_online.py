@@ -138,3 +138,12 @@ def test_prompts_where_completions_are_needed(
     assert main(words) == 2
     assert f"{name} learns from" in (line := capsys.readouterr().err)
     assert f"and PromptData gives prompts; use datamodules.{wanted}Data" in line
+
+
+@pytest.mark.parametrize("words", [["--model.advantage=group"], ["--model.advantage_args={eps: 1}"]])
+def test_advantages_of_ppo(capsys: pytest.CaptureFixture[str], workdir: Path, words: list[str]) -> None:
+    """PPO's come from its critic; a suggestion would be `whiten_advantages`, which is something else."""
+    assert main(["fit", "-c", str(CONFIGS / "ppo.yaml"), *words, *SMALL, *QUIET]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "modules.PPO has no advantage" in line
+    assert ": it is a setting of modules.GRPO, modules.MORL" in line

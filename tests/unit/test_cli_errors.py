@@ -200,9 +200,10 @@ def test_hostile_files(capsys: pytest.CaptureFixture[str], workdir: Path, first:
 
 
 def test_suggestions_look_at_the_whole_then_the_first_then_the_last_part() -> None:
-    known = ["trainer.max_steps", "data.path", "model"]
+    known = ["trainer.max_steps", "data", "data.path", "model"]
     assert suggest("trainer.max_stepz", known) == "trainer.max_steps"
-    assert suggest("dta.path_to_the_rows", known) == "data.path_to_the_rows"
+    assert suggest("dta.path_to_the_rows", known) == "data"
+    assert suggest("modle.frobnicate", known) == "model"
     assert suggest("trainr.max_stepz", known) == "trainer.max_steps"
     assert suggest("x.max_steps", known) == "trainer.max_steps"
     assert suggest("zzzzzz", known) is None
@@ -230,6 +231,19 @@ def test_explain_leaves_out_alternatives_that_failed_further_out() -> None:
         - Expected a <class 'str'>
       Given value: {'weight': 'heavy'}"""
     assert explain(report) == "model.rewards.weight: expected float, got heavy"
+
+
+@pytest.mark.parametrize("problem", ["Option 'a.x' is not accepted", "unrecognized arguments: --a.x=1"])
+def test_a_setting_of_other_classes_is_no_misspelt_one(problem: str) -> None:
+    report = f"""Parser key "model":
+      Errors:
+        - Problem with given class_path 'modules.PPO':
+            {problem} (did you mean 'ab'?)"""
+    settings = {"modules.PPO": {"ab"}, "modules.GRPO": {"a", "ab"}, "modules.MORL": {"a"}}
+    told = "unknown key 'model.a.x'; modules.PPO has no a: it is a setting of modules.GRPO, modules.MORL"
+    assert explain(report, settings=settings) == told
+    del settings["modules.GRPO"], settings["modules.MORL"]
+    assert explain(report, settings=settings) == "unknown key 'model.a.x'; did you mean 'model.ab'?"
 
 
 def test_messages_stay_one_bounded_line() -> None:
