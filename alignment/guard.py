@@ -106,7 +106,8 @@ def roll_back(module: L.LightningModule) -> str | None:
     path = newest_checkpoint(trainer)
     if path is None:
         return None
-    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+    kept = ("lr", "initial_lr", "lr_factor")  # of the run as it is, like the schedule
+    rates = [[{k: g[k] for k in kept if k in g} for g in optimizer.param_groups] for optimizer in trainer.optimizers]
     checkpoint = trainer.strategy.load_checkpoint(path)
     if "optimizer_states" not in checkpoint:
         log.warning("checkpoint %s holds weights only, so the run cannot go back to it", path)
@@ -114,6 +115,6 @@ def roll_back(module: L.LightningModule) -> str | None:
     module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
     trainer.strategy.load_optimizer_state_dict(checkpoint)
     for optimizer, lrs in zip(trainer.optimizers, rates, strict=True):
-        for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-            group["lr"] = lr
+        for group, own in zip(optimizer.param_groups, lrs, strict=True):
+            group.update(own)
     return path

@@ -35,6 +35,11 @@ class HeadSteps:
         """Factor on the heads' learning rate."""
         return 1 / self.every if self.between == "rate" else 1.0
 
+    @property
+    def due(self) -> bool:
+        """Whether heads step at the next update that is taken."""
+        return self.between == "rate" or self.phase + 1 == self.every
+
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Of one update that is going to step: name -> parameter of every head, with its gradient or without one."""
         if self.between == "rate":

@@ -114,6 +114,7 @@ class HeadedMixin(OnlineMixin):
         self.kl_skips = 0
         self._own_kl = OwnKL(self.heads_config.kl_every) if self.heads_config.kl else None
         self._tally = Tally()
+        self._means: dict[str, Tensor] = {}
 
     def _check(self) -> None:
         """Raise UserError for settings that do not go together."""
@@ -282,20 +283,20 @@ class HeadedMixin(OnlineMixin):
         self._tally.add(len(routed.alpha), alpha=routed.alpha.sum(0), far=routed.deviation.sum(1), k3=k3)
 
     def update_means(self) -> dict[str, Tensor]:
-        """Means over the tokens of the update under way, over all ranks: `alpha` [A], `far` [A], with a limit `k3` [1].
-        A collective."""
+        """Means over the tokens of the update under way, over all ranks: `alpha`, `far`, `clipped` and `counted` (its
+        denominator) [A], with a limit `k3` [1]. A collective."""
         count = len(self.heads.active)
-        return self._tally.means({"alpha": count, "far": count, "k3": 1}, self.device)
+        sizes = {"alpha": count, "far": count, "clipped": count, "counted": count, "k3": 1}
+        return self._tally.means(sizes, self.device)
 
     def part_norms(self) -> dict[str, float]:
         """`trunk`, `fusion` and `head/NAME`, of what has a gradient."""
+        self._means = self.update_means()
         norms = {name: total_norm(grads) for name, part in self._parts().items() if (grads := _gradients(part))}
         if not norms:
             return {}
         found = dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
-        if distributed.rank() == 0:
-            one = torch.ones((), dtype=torch.float64)
-            self._train_window.update({f"grad_norm/{name}": (one * value, one) for name, value in found.items()})
+        self.note_values({f"grad_norm/{name}": value for name, value in found.items()})
         return found
 
     def _parts(self) -> dict[str, list[nn.Parameter]]:
@@ -306,9 +307,8 @@ class HeadedMixin(OnlineMixin):
 
     def finish_gradients(self, parameters: Sequence[nn.Parameter], norm: Tensor) -> bool:
         """Heads step on what they gathered; each is clipped by itself, trunk and fusion together."""
-        means = self.update_means()
-        self._warn_of_far_heads(means["far"])
-        if self._too_far(float(means["k3"])):
+        self._warn_of_far_heads(self._means["far"])
+        if self._too_far(float(self._means["k3"])):
             return False
         parts = self._parts()
         heads = {name: part for name, part in parts.items() if name.startswith("head/")}
@@ -369,6 +369,9 @@ class HeadedMixin(OnlineMixin):
         if heads["entropy"]["configured"] == self.fusion_config.entropy:
             self.fusion_entropy = heads["entropy"]["now"]
         self.frozen, self.only, self.kl_skips = set(heads["frozen"]), heads["only"], heads["kl_skips"]
+        if (self.frozen or self.only) and distributed.rank() == 0:
+            held = f"heads are frozen ({', '.join(sorted(self.frozen))})" if self.frozen else f"only {self.only} learns"
+            log.warning("as the checkpoint was made, %s; this stays so unless a callback ends it", held)
 
 
 def _spread(values: Tensor, scored: Tensor, batch: GroupBatch) -> Tensor:

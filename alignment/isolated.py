@@ -22,16 +22,17 @@ from torch import Tensor
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.components import REST, Objectives, update_objectives
-from alignment.headed import HeadedMixin, Seen, held
+from alignment.headed import Seen, held
 from alignment.heads import preference
 from alignment.isolation import Isolation, IsolationConfig
 from alignment.metrics import Metrics
+from alignment.steered import SteeredMixin
 from alignment.training import as_config
 from alignment.update import Counts
 
 
-class IsolatedMixin(HeadedMixin):
-    """HeadedMixin with its updates. A module defines `rest`, `combined_loss` and `reward_losses`.
+class IsolatedMixin(SteeredMixin):
+    """SteeredMixin with its updates. A module defines `rest`, `combined_loss` and `reward_losses`.
 
     Args:
         isolation: see IsolationConfig. settings: those of HeadedMixin.
@@ -43,6 +44,8 @@ class IsolatedMixin(HeadedMixin):
         shares = zip(self.weights, preference(self.weights, {}), strict=True)
         weights = {name: share * len(self.weights) for name, share in shares}
         self.isolation = Isolation(as_config(IsolationConfig, isolation), weights)
+        self.gradient_factors: dict[str, float] = {}
+        self._reward_norms: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what an algorithm defines
 
@@ -60,7 +63,20 @@ class IsolatedMixin(HeadedMixin):
 
     # ------------------------------------------------------------------ updates
 
+    @property
+    def gradient_names(self) -> tuple[str, ...]:
+        """See `alignment.watching.HasRewardGradients`."""
+        return self.isolation.names if self.isolation.config.needed else ()
+
+    @property
+    def keeps_ratio(self) -> bool:
+        return self.isolation.config.ratio is not None
+
+    def part_norms(self) -> dict[str, float]:
+        return {**super().part_norms(), **self._reward_norms}
+
     def update_part(self, part: GroupBatch) -> None:
+        self._reward_norms = {}
         self.begin_update(part)
         config, names = self.isolation.config, self.isolation.names
         if not config.needed or self.solo is not None:
@@ -91,7 +107,8 @@ class IsolatedMixin(HeadedMixin):
 
     def combine(self, found: Objectives) -> Tensor:
         """[A] coefficients. A collective."""
-        shares, metrics = self.isolation.coefficients(found, self.update_means()["alpha"])
+        self._reward_norms = dict(zip(found.names, found.norms.tolist(), strict=True))
+        shares, metrics = self.isolation.coefficients(found, self.update_means()["alpha"], self.gradient_factors)
         if distributed.rank() == 0:
             self._train_window.update(metrics)
         self.warn_once(self.isolation.warning)

@@ -14,8 +14,7 @@ With a threshold, two exactly opposed rewards that are projected leave nothing o
 neither, which is why isolation is off unless asked for. PCGrad (arXiv 2001.06782) is `project` with threshold 0;
 gradvac: arXiv 2010.05874. All of them are functions of inner products (`alignment.combine`).
 
-Ratio control: s_k = rho_k (sum n / sum rho) / n_k between 1/2 and 2, n_k a moving average of |g_k|: GradNorm's aim
-(arXiv 1711.02257) without its optimiser.
+Ratio control: s_k of `alignment.gradient_ratio`.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from torch import Tensor
 from alignment.combine import COMBINERS, Combiner, Conflict
 from alignment.components import Objectives
 from alignment.errors import UserError
+from alignment.gradient_ratio import averaged, deviations, factors
 from alignment.metrics import Metrics
 from alignment.randomness import generator
 
 IsolationMode = Literal["none", "project", "block", "scale", "gradvac", "gate"]
 Level = Literal["parameters", "states"]
 
-EMA = 0.9
-LOWEST, HIGHEST = 0.5, 2.0
 WATCHED, OFTEN = 50, 0.9
 
 
@@ -122,14 +120,18 @@ class Isolation:
         self._norms: Tensor | None = None
         self._last: deque[set[tuple[str, str]]] = deque(maxlen=WATCHED)
 
-    def coefficients(self, found: Objectives, alpha: Tensor) -> tuple[Tensor, Metrics]:
+    def coefficients(
+        self, found: Objectives, alpha: Tensor, more: Mapping[str, float] | None = None
+    ) -> tuple[Tensor, Metrics]:
         """([K] coefficients; `grad/isolated/NAME`, 1 where a reward lost something, and `grad/ratio/NAME`, the length
         of its gradient over what its share would make it).
 
         Args:
             found: gradients of the rewards `names`. alpha: [K] mean fusion weights.
+            more: name -> factor besides, of those that have one.
         """
-        strength = self.weights * self._balance(found.norms)
+        besides = torch.tensor([(more or {}).get(name, 1.0) for name in self.names], dtype=torch.float64)
+        strength = self.weights * besides * self._balance(found.norms)
         if self.config.mode == "gate":
             strength = torch.where(alpha.double().cpu() < self.config.threshold, 0.0, strength)
         if self.config.mode == "scale":
@@ -140,19 +142,15 @@ class Isolation:
         one = torch.ones((), dtype=torch.float64)
         metrics: Metrics = {f"grad/isolated/{n}": (cut[k].double(), one) for k, n in enumerate(self.names)}
         assert self._norms is not None
-        relative = self._norms / self.ratio
-        for name, value in zip(self.names, relative / relative.mean().clamp(min=1e-300), strict=True):
+        for name, value in zip(self.names, deviations(self._norms, self.ratio), strict=True):
             metrics[f"grad/ratio/{name}"] = (value, one)
         self._watch(found)
         return chosen, metrics
 
     def _balance(self, norms: Tensor) -> Tensor:
         """[K] factors s_k; 1 without ratio control and for a reward without a gradient."""
-        self._norms = norms if self._norms is None else EMA * self._norms + (1 - EMA) * norms
-        if self.config.ratio is None:
-            return torch.ones_like(norms)
-        wanted = self.ratio * self._norms.sum() / self.ratio.sum()
-        return torch.where(self._norms > 0, (wanted / self._norms).clamp(LOWEST, HIGHEST), 1.0)
+        self._norms = averaged(self._norms, norms)
+        return torch.ones_like(norms) if self.config.ratio is None else factors(self._norms, self.ratio)
 
     def _watch(self, found: Objectives) -> None:
         norms, opposed = found.norms, set()

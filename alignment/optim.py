@@ -185,7 +185,7 @@ def refresh(optimizer: torch.optim.Optimizer, schedule: LambdaLR, weight_decay: 
 def rescale(optimizer: torch.optim.Optimizer, schedule: LambdaLR, part: str, factor: float) -> None:
     """Another factor on the learning rate of a part that has groups of its own (`build_optimizer`)."""
     for i, group in enumerate(optimizer.param_groups):
-        if group["part"] == part:
+        if group["part"] == part and group["lr_factor"] != factor:
             group["lr"] *= factor / group["lr_factor"]
             group["initial_lr"] = schedule.base_lrs[i] = schedule.base_lrs[i] * factor / group["lr_factor"]
             group["lr_factor"] = factor

@@ -48,6 +48,8 @@ class PenalisedMixin(PolicyMixin):
     reference: Reference
     samples_itself: bool = True
     """Whether completions are drawn by the policy in this process, not by another engine with its weights."""
+    entropy_possible: bool = True
+    """Whether this policy can have an entropy bonus."""
 
     def __init__(
         self,
@@ -143,7 +145,8 @@ class PenalisedMixin(PolicyMixin):
     @property
     def penalises(self) -> bool:
         """Whether `penalties` may be a part of the loss."""
-        return bool(self.kl.in_loss or self.entropy.config.coefficient or self.entropy.controller)
+        entropy = self.entropy
+        return bool(self.kl.in_loss or entropy.config.coefficient or entropy.controller or entropy.extra)
 
     def old_logps(self, batch: GroupBatch) -> Tensor:
         """[C] log-probs under the policy that sampled."""

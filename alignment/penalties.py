@@ -126,6 +126,7 @@ class EntropyTerm:
         if not 0 <= config.coefficient < math.inf:
             raise UserError(f"entropy.coefficient is {config.coefficient}; it must be at least 0, and finite")
         self.config = config
+        self.extra = 0.0  # a callback's, which keeps it
         self.controller: AdaptiveEntropy | None = None
         if config.target is not None:
             self.controller = AdaptiveEntropy(
@@ -134,7 +135,8 @@ class EntropyTerm:
 
     @property
     def coefficient(self) -> float:
-        return self.config.coefficient if self.controller is None else self.controller.coefficient
+        own = self.config.coefficient if self.controller is None else self.controller.coefficient
+        return own + self.extra
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.controller is None else dict(self.controller.state_dict())

@@ -36,6 +36,22 @@ class PromptSource(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsPrompts(Protocol):
+    """A data module that makes prompts of rows from elsewhere, as `datamodules.PromptData`."""
+
+    def read_prompts(
+        self, lines: Sequence[tuple[str, str]], name: str, required: Collection[str]
+    ) -> tuple[list[Group], list[str]]:
+        """(prompts without an index, what is wrong with each of the other rows). A pure function of its arguments.
+
+        Args:
+            lines: (place, JSON) of each row. name: where they are from.
+            required: columns that a row cannot be used without.
+        """
+        ...
+
+
 def prompts_of(batch: GroupBatch) -> list[Group]:
     """P groups without completions: what a rollout starts from."""
     prompts = torch.split(batch.prompt_ids, batch.prompt_lengths.tolist())

@@ -47,6 +47,7 @@ class SeveralMixin(ActorCriticMixin):
 
     advantage: Estimator
     objective: PolicyObjective
+    keeps_ratio = False
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class SeveralMixin(ActorCriticMixin):
             self.scores = self.method.names
         config = None if preferences is None else as_config(PreferenceConfig, preferences)
         self.preferences = None if config is None else Preferences(config, names, self.seed)
+        self.gradient_factors: dict[str, float] = {}
 
     def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
         kept = len(self.scores) + 1 if isinstance(self.method, Combiner) else 1
@@ -146,13 +148,18 @@ class SeveralMixin(ActorCriticMixin):
         """Whether completions without an advantage are left out of updates, which changes nothing."""
         return self.objective.proportional and not self.penalises and self.critic_config is None
 
+    @property
+    def gradient_names(self) -> tuple[str, ...]:
+        """See `alignment.watching.HasRewardGradients`."""
+        return self.method.names if isinstance(self.method, Combiner) else ()
+
     def merge(self, found: Objectives) -> Tensor:
         """[K] coefficients of the scores' gradients."""
         assert isinstance(self.method, Combiner)
         weights = torch.stack([self.suite.weights[self.suite.names.index(name)] for name in found.names])
-        return self.method(
-            found.gram, weights, generator(self.seed, "combine", self.batches_seen, self.trainer.global_step)
-        )
+        draw = generator(self.seed, "combine", self.batches_seen, self.trainer.global_step)
+        scale = torch.tensor([self.gradient_factors.get(name, 1.0) for name in found.names], dtype=torch.float64)
+        return self.method(found.gram * torch.outer(scale, scale), weights, draw) * scale
 
     # ------------------------------------------------------------------ state
 

@@ -194,9 +194,12 @@ class TrainingMixin(L.LightningModule):
         """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""
         own = {k: v for k, v in metrics.items() if k != "loss"}  # of one update the exact loss is known
         self._train_window.update(own)
+        self.note_values({"loss": loss, "grad_norm": grad_norm, "lr": lr})
+
+    def note_values(self, values: Mapping[str, float]) -> None:
+        """Metrics of the update or batch under way, the same on every rank."""
         if distributed.rank() == 0:
             one = torch.ones((), dtype=torch.float64)
-            values = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
             self._train_window.update({k: (torch.tensor(v, dtype=torch.float64), one) for k, v in values.items()})
 
     def note_batch_size(self, groups: float) -> None:

@@ -1,9 +1,27 @@
 """One callback per file, each importable as `callbacks.Name`."""
 
 from callbacks.checkpoint import Checkpoint
+from callbacks.focus_reward import FocusReward
+from callbacks.fusion_stability import FusionStability
+from callbacks.gradient_norm_ratio import GradientNormRatio
+from callbacks.online_head_update import OnlineHeadUpdate
 from callbacks.predictions import Predictions
 from callbacks.preference_dial import PreferenceDial
+from callbacks.regression_guard import RegressionGuard
 from callbacks.samples import Samples
 from callbacks.signals import Signals
+from callbacks.stalled_head import StalledHead
 
-__all__ = ["Checkpoint", "Predictions", "PreferenceDial", "Samples", "Signals"]
+__all__ = [
+    "Checkpoint",
+    "FocusReward",
+    "FusionStability",
+    "GradientNormRatio",
+    "OnlineHeadUpdate",
+    "Predictions",
+    "PreferenceDial",
+    "RegressionGuard",
+    "Samples",
+    "Signals",
+    "StalledHead",
+]

@@ -106,6 +106,17 @@ def prepare(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, 
     return Prepared(source=source, store=store, report=report, key=key)
 
 
+def read_row(record: Record, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Group:
+    """One row by itself. Raises RowError or TemplateRefused when it cannot be used, UserError when it is of no known
+    format. `name` is that of its source."""
+    source = Source(name=name, path=name, split="train", digest="", records=lambda: iter([record]))
+    keys, builder = common_keys([record.values]), _Builder(source, recipe, tokenizer)
+    if record.error is not None:
+        raise record.error
+    builder._add(0, record, detect(keys, recipe.purpose, recipe.columns, name), keys)
+    return builder._groups[0]
+
+
 def prompt_key(row: Row) -> int:
     """63-bit digest of what a row asks, blind to case and white space. Rows without a prompt are told apart by text."""
     if isinstance(row.prompt, str):

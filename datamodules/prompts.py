@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, overload
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from alignment import distributed
 from alignment.batches import Group, GroupBatch
+from alignment.chat import TemplateRefused
 from alignment.errors import UserError
 from alignment.prompting import DIFFICULTY
 from alignment.randomness import generator
@@ -22,7 +23,9 @@ from datamodules.base import GroupData
 from datamodules.difficulty import Labeller, StrataConfig
 from datamodules.grading import Grades
 from datamodules.loader import BatchOrder
-from datamodules.reading import WORLD
+from datamodules.prepare import read_row
+from datamodules.reading import WORLD, json_line
+from datamodules.rows import RowError
 from datamodules.splits import Split
 from datamodules.store import GroupStore
 from datamodules.strata import CurriculumOrder, DifficultyStratifiedBatchSampler
@@ -153,15 +156,31 @@ class PromptData(GroupData):
         rank calls it once per batch, also with an empty one."""
         if self._grades is None or self._grades.regrading is None:
             return
-        known = ~success.isnan()
+        known = ~success.isnan() & (batch.group_index >= 0)[batch.group_of]  # others are none of these rows
         group, value = batch.group_of[known].cpu(), success[known].double().cpu()
         trials = torch.bincount(group, minlength=batch.num_prompts)
         total = torch.bincount(group, weights=value, minlength=batch.num_prompts)
         parts: Any = distributed.all_gather_objects((batch.group_index.tolist(), total.tolist(), trials.tolist()))
         index, successes, counts = (np.array([v for part in parts for v in part[i]]) for i in range(3))
         place = {int(row): position for position, row in enumerate(self.groups("train").row_index)}
-        positions = np.array([place[int(row)] for row in index], dtype=np.int64)
-        self._grades.observe(positions, successes.astype(np.float64), counts.astype(np.int64))
+        own = index >= 0
+        positions = np.array([place[int(row)] for row in index[own]], dtype=np.int64)
+        self._grades.observe(positions, successes[own].astype(np.float64), counts[own].astype(np.int64))
+
+    def read_prompts(
+        self, lines: Sequence[tuple[str, str]], name: str, required: Collection[str]
+    ) -> tuple[list[Group], list[str]]:
+        """Rows from elsewhere, read as those of the training source are; see `alignment.prompting.ReadsPrompts`."""
+        recipe = replace(self._splits.recipe, keep_duplicates=True, required=(*sorted(required),))
+        groups, faults = [], []
+        for place, line in lines:
+            try:
+                group = read_row(json_line(place, line), recipe, self.tokenizer, name)
+            except (RowError, TemplateRefused, UserError) as error:
+                faults.append(f"{place} {error}")
+            else:
+                groups.append(replace(group, index=-1))
+        return groups, faults
 
     def refill(self, *, step: int, attempt: int, lacking: Mapping[str, int], exclude: Collection[int]) -> list[Group]:
         """Other training prompts in place of those that gave no signal, of the same strata.

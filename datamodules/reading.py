@@ -217,6 +217,11 @@ def _read_lines(content: str, prefix: str, cut: bool, parse: Callable[[str], Any
             yield _parsed(place, line, parse)
 
 
+def json_line(place: str, line: str) -> Record:
+    """A line of JSON as a row."""
+    return _parsed(place, line.removesuffix("\r").removeprefix("\ufeff"), json.loads)
+
+
 def _parsed(place: str, line: str, parse: Callable[[str], Any]) -> Record:
     try:
         return Record(place=place, values=parse(line))

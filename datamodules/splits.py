@@ -94,6 +94,11 @@ class Splits:
             used_for[split] = len(store)
         return self._stores[split]
 
+    @property
+    def recipe(self) -> Recipe:
+        """What becomes of a training row."""
+        return self._recipes["train"]
+
     def loaded(self) -> Iterator[tuple[Split, Source, GroupStore]]:
         """The splits read so far with their sources."""
         for split, store in self._stores.items():

@@ -125,10 +125,11 @@ class DecoupledPO(IsolatedMixin, L.LightningModule):
         """The fusion learns from the combined advantage, each head from its own reward's."""
         total, metrics = self.held_back(micro, seen, counts)
         columns = [ADVANTAGE, *(f"{ADVANTAGE}/{self.suite.names[k]}" for k in self.heads.active)]
-        for i, column in enumerate(columns, start=1):
-            if self.solo is None or i > 1:
-                loss, clips = self.surrogate(micro, seen.logps[i], column, counts)
-                total, metrics = total + loss, clips | metrics
+        first = 0 if self.solo is None else 1
+        losses = [self.surrogate(micro, seen.logps[1 + i], columns[i], counts) for i in range(first, len(columns))]
+        for loss, clips in losses:
+            total, metrics = total + loss, clips | metrics
+        self.note_clips([clips for _, clips in losses[1 - first :]])
         return total, metrics
 
     def combined_loss(self, micro: GroupBatch, logps: Tensor, counts: Counts) -> Tensor:

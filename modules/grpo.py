@@ -79,7 +79,8 @@ class GRPO(OnlineMixin, L.LightningModule):
 
     def update_part(self, part: GroupBatch) -> None:
         counts = Counts.of(part)
-        self.update(without_signal(part) if self.skips else part, self.loss, keep_groups=False, counts=counts)
+        skips = self.skips and not self.penalises  # which a callback may have begun to do
+        self.update(without_signal(part) if skips else part, self.loss, keep_groups=False, counts=counts)
 
     def loss(self, micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
         stats = self.token_stats(micro)

@@ -125,6 +125,12 @@ def bind(name: str, wants: Wanted, samples: Samples) -> dict[str, Sequence[Any]]
     return arguments
 
 
+def needed(wants: Wanted) -> set[str]:
+    """The data columns without which `bind` raises."""
+    known = SINGLE if wants.per_sample else BATCH
+    return {*wants.columns, *(p for p in wants.names if p not in known and p not in wants.optional)}
+
+
 def _check_column(name: str, column: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if not any(column in row for row in rows):
         known = ", ".join(sorted({c for row in rows for c in row})) or "none"

@@ -29,7 +29,7 @@ from alignment.rewards.faults import FaultHistory
 from alignment.rewards.matrix import RewardMatrix
 from alignment.rewards.protocol import Outcome, SampledBatch, Samples, SuiteConfig, Texts
 from alignment.rewards.scaling import Scaling, agree, extremes_of
-from alignment.rewards.specs import AnySpec, bind, check, digest, load_here, source_of, to_spec
+from alignment.rewards.specs import AnySpec, bind, check, digest, load_here, needed, source_of, to_spec
 from alignment.rewards.workers import Job, WorkerPool
 from alignment.rollout import RolloutStopped
 from alignment.training import as_config
@@ -86,6 +86,11 @@ class RewardSuite:
             if spec.in_process:
                 self._functions[name], found[name] = load_here(name, spec)
         self._wanted = found
+
+    def needed_columns(self) -> set[str]:
+        """Data columns without which some reward cannot be asked. Loads the rewards."""
+        self.start()
+        return {column for wants in self._wanted.values() for column in needed(wants)}
 
     def close(self) -> None:
         """Stop the workers; a later `submit` starts new ones. Happens by itself when the suite is deleted or the

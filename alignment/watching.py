@@ -1,0 +1,91 @@
+"""What callbacks that watch several rewards see of a module, and what they may change. Checked with `isinstance`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
+
+from alignment.batches import GroupBatch
+from alignment.head_config import FusionConfig
+from alignment.head_steps import HeadSteps
+from alignment.penalties import EntropyTerm
+from alignment.rewards import RewardSuite
+
+
+@runtime_checkable
+class HasMetrics(Protocol):
+    """A module that logs a callback's numbers with its own: `alignment.training.TrainingMixin`."""
+
+    def note_values(self, values: Mapping[str, float]) -> None:
+        """Metrics of the update or batch under way, the same on every rank."""
+
+
+@runtime_checkable
+class HasRewardGradients(HasMetrics, Protocol):
+    """A module that can take the gradients of its rewards one by one: `modules.MORL`, `modules.DecoupledPO`.
+
+    Attributes:
+        gradient_names: the rewards it does so for, as `GradientListener` gets their norms; empty under settings that
+            need only one gradient.
+        gradient_factors: name -> factor on that reward's gradient before they are combined, 1 where there is none; a
+            callback may move it.
+        keeps_ratio: whether the module has a ratio of its own to keep.
+    """
+
+    gradient_names: tuple[str, ...]
+    gradient_factors: dict[str, float]
+    keeps_ratio: bool
+
+
+@runtime_checkable
+class HasHeads(HasMetrics, Protocol):
+    """A module whose policy has a head for each reward: `alignment.headed.HeadedMixin`, which has the other attributes.
+
+    Attributes:
+        alpha: name -> mean fusion weight of each head that takes part in the update under way; a single 1 in a batch
+            that belongs to one head.
+        flat: name -> share of the groups of this batch in which the reward does not differ.
+        clipped: name -> share of the tokens that gave its head no gradient in the last update, because they are
+            outside the clip range.
+    """
+
+    weights: dict[str, float]
+    fusion_config: FusionConfig
+    fusion_entropy: float
+    frozen: set[str]
+    only: str | None
+    head_steps: HeadSteps
+    alpha: dict[str, float]
+    flat: dict[str, float]
+    clipped: dict[str, float]
+
+    def scale_head(self, name: str, cause: str, factor: float) -> None:
+        """Multiply the learning rate of a head. Each cause has one factor, which replaces its last one."""
+
+
+@runtime_checkable
+class HasFeed(HasHeads, Protocol):
+    """HasHeads, with batches from elsewhere.
+
+    Attributes:
+        feed: asked at the beginning of each training step: (the data's batch) -> the batch to train on. It may raise
+            RolloutStopped on all ranks together. None: the data's.
+        dynamic_sampling: how often dead groups are replaced by other prompts of the data. suite: the rewards.
+    """
+
+    feed: Callable[[GroupBatch], GroupBatch] | None
+    dynamic_sampling: int
+    batches_seen: int
+    suite: RewardSuite
+
+
+@runtime_checkable
+class HasEntropyBonus(Protocol):
+    """A module with an entropy bonus: `alignment.penalised.PenalisedMixin`.
+
+    Attributes:
+        entropy: the bonus; its `extra` is a callback's. entropy_possible: whether this policy can have one.
+    """
+
+    entropy: EntropyTerm
+    entropy_possible: bool

@@ -1,0 +1,116 @@
+"""Notices a head whose gradient has gone, says why, and raises its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+from alignment.errors import UserError
+from alignment.events import record_event
+from alignment.watching import HasHeads
+
+SMALL_WEIGHT = 1e-3
+"""Fusion weight from which down hardly anything reaches a head."""
+
+
+class StalledHead(Callback):
+    """A head's gradient below a threshold for some steps of the heads in a row: its learning rate is multiplied, up to
+    a cap in total, and the log says what the likely cause is.
+
+    The cause is what helps: no rate moves a head whose gradient is 0. Event `stalled_head`. It needs a policy with
+    heads (modules.DecoupledPO).
+
+    Args:
+        steps: steps of the heads in a row, and again after each raise.
+        threshold: gradient norm, before clipping, below which a head has none. Of a step that heads take on the mean of
+            several updates, the largest of these counts.
+        factor: what the rate is multiplied by.
+        cap: largest factor in total. At the cap it is told once more and then no longer.
+    """
+
+    def __init__(self, steps: int = 10, threshold: float = 1e-8, factor: float = 1.1, cap: float = 2.0) -> None:
+        if steps < 1 or not threshold > 0 or not 1 <= factor <= cap < math.inf:
+            raise UserError(
+                f"callbacks.StalledHead: steps is {steps}, threshold {threshold}, factor {factor} and cap {cap}; steps "
+                "is at least 1, threshold above 0, factor at least 1 and cap at least factor"
+            )
+        self.steps, self.threshold, self.factor, self.cap = steps, threshold, factor, cap
+        self.waited: dict[str, int] = {}
+        self.factors: dict[str, float] = {}
+        self._largest: dict[str, float] = {}
+        self._told: set[str] = set()  # that their rate is at the cap
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, HasHeads):
+            raise UserError(
+                f"callbacks.StalledHead needs a policy with heads (modules.DecoupledPO), not a "
+                f"{type(pl_module).__name__}; leave the callback out"
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, HasHeads)
+        for name, factor in self.factors.items():
+            pl_module.scale_head(name, "stalled", factor)
+
+    def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None:
+        assert isinstance(module, HasHeads)
+        # In a batch of one head this one steps at each update.
+        alone = len(module.alpha) < sum(weight > 0 for weight in module.weights.values())
+        for name in module.alpha:
+            norm = norms.get(f"head/{name}")
+            if norm is None or name in module.frozen:
+                continue
+            self._largest[name] = max(norm, self._largest.get(name, 0.0))
+            if alone or module.head_steps.due:
+                still = self._largest.pop(name) < self.threshold
+                self.waited[name] = self.waited.get(name, 0) + 1 if still else 0
+                if self.waited[name] >= self.steps:
+                    self.waited[name] = 0
+                    self._raise(trainer, module, name)
+
+    def _raise(self, trainer: L.Trainer, module: HasHeads, name: str) -> None:
+        if name in self._told:
+            return
+        before = self.factors.get(name, 1.0)
+        now = min(before * self.factor, self.cap)
+        self.factors[name] = now
+        module.scale_head(name, "stalled", now)
+        if now == before:
+            self._told.add(name)
+        rate = f"its rate x {now:.3g}" if now > before else f"its rate stays at x {now:.3g}, the cap"
+        steps = f"{self.steps} steps" if self.steps > 1 else "a step"
+        record_event(
+            trainer,
+            "stalled_head",
+            f"the head of {name} has had no gradient for {steps}: {rate}; {_cause(module, name)}",
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "waited": dict(self.waited),
+            "factors": dict(self.factors),
+            "largest": dict(self._largest),
+            "told": sorted(self._told),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.waited, self.factors = dict(state_dict["waited"]), dict(state_dict["factors"])
+        self._largest, self._told = dict(state_dict["largest"]), set(state_dict["told"])
+
+
+def _cause(module: HasHeads, name: str) -> str:
+    """What most likely takes a head's gradient, and what to do."""
+    if module.flat.get(name) == 1.0:
+        return f"likely because the reward is the same in every group (adv/zero_std/{name} is 1): mend the reward"
+    if module.alpha[name] < SMALL_WEIGHT:
+        weight = f"its fusion weight is {module.alpha[name]:.2g} (the reward's weight is {module.weights[name]:g})"
+        return f"likely because {weight}: raise the weight or fusion.temperature"
+    if (share := module.clipped.get(name, 0.0)) > 0:
+        return f"likely because its tokens are clipped ({share:.0%} of all): fewer epochs, a smaller optim.lr"
+    return "the reward differs within groups, the fusion weight is not small and no token is clipped"
