@@ -1,4 +1,4 @@
-# make quickstart | quickstart-grpo | test | lint | bench | reliability
+# make install | quickstart | quickstart-grpo | test | lint | bench | reliability
 # Each creates .venv on its first use; a second call starts at once. bench and reliability write reports/.
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,10 +9,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REWARDS := $(VENV)/.installed-rewards
 
-.PHONY: quickstart quickstart-grpo test lint bench reliability clean
+.PHONY: install quickstart quickstart-grpo test lint bench reliability clean
 
 # Two cores are the reference machine: one thread per process keeps results the same from run to run.
 export OMP_NUM_THREADS ?= 2
+
+install: $(STAMP)
 
 quickstart: $(STAMP)
 	$(BIN)/python -m alignment.quickstart --model $(MODEL)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import resource
 import sys
 import time
@@ -83,6 +84,24 @@ def start_model(model: str, root: Path) -> str:
     if model in SOURCES:
         return str(fetch(model, root / "models"))
     return model
+
+
+def show_next(numbers: Path, policy: str, root: Path, experiment: str, console: Console) -> None:
+    """Print where the numbers are and which commands go on from here."""
+    where = "" if root == Path(".") else f" --root {root}"
+    console.print(f"numbers: {numbers}", soft_wrap=True)
+    if (activate := activation()) is not None:
+        console.print(f"first:   . {activate}  (puts the commands on the PATH of this shell)", soft_wrap=True)
+    console.print(f"try it:  transformers chat {policy}", soft_wrap=True)
+    console.print(f"curves:  [bold]alignment ui{where}[/bold]  (MLflow, experiment '{experiment}')", soft_wrap=True)
+
+
+def activation() -> Path | None:
+    """The script that puts this environment's commands on the PATH; None where they are on it, or there is none."""
+    script = Path(sys.executable).with_name("activate")
+    if not script.is_file() or str(script.parent) in os.environ.get("PATH", "").split(os.pathsep):
+        return None
+    return script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
 
 
 def peak_gb() -> float:
@@ -186,10 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.figure is not None:
         draw(report, options.figure)
         console.print(f"picture: {options.figure}")
-    where = "" if options.root == Path(".") else f" --root {options.root}"
-    console.print(f"numbers: {folder / 'quickstart.json'}", soft_wrap=True)
-    console.print(f"try it:  transformers chat {report.policy}", soft_wrap=True)
-    console.print(f"curves:  [bold]alignment ui{where}[/bold]  (MLflow, experiment '{EXPERIMENT}')", soft_wrap=True)
+    show_next(folder / "quickstart.json", report.policy, options.root, EXPERIMENT, console)
     return 0
 
 

@@ -31,7 +31,7 @@ from alignment.checkpoint import resolve
 from alignment.cli_errors import one_line
 from alignment.errors import UserError
 from alignment.export import export
-from alignment.quickstart import CONFIGS, Clock, peak_gb, start_model
+from alignment.quickstart import CONFIGS, Clock, peak_gb, show_next, start_model
 from alignment.sorting import write_rows
 from alignment.tracking import TrackingLogger
 
@@ -275,10 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.figure is not None:
         draw(report, options.figure)
         console.print(f"picture: {options.figure}")
-    where = "" if options.root == Path(".") else f" --root {options.root}"
-    console.print(f"numbers: {folder / 'quickstart_grpo.json'}", soft_wrap=True)
-    console.print(f"try it:  transformers chat {report.policy}", soft_wrap=True)
-    console.print(f"curves:  [bold]alignment ui{where}[/bold]  (MLflow, experiment '{EXPERIMENT}')", soft_wrap=True)
+    show_next(folder / "quickstart_grpo.json", report.policy, options.root, EXPERIMENT, console)
     return 0
 
 

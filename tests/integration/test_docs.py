@@ -59,7 +59,7 @@ def folder(workdir: Path) -> Path:
 def test_online_commands(folder: Path) -> None:
     """In the order of the page: the reward model that the last ones need is made by those before them."""
     save_tiny(folder / "models" / "mine")
-    rows = [{"prompt": f"Say {n}.", "answer": f"{n} years", "attribute": "warranty"} for n in range(8)]
+    rows = [{"prompt": f"Say {n}.", "answer": f"{n} years"} for n in range(8)]
     (folder / "my_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for line in commands("online.md"):
         run(line)

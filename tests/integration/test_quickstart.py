@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alignment import quickstart
@@ -74,3 +76,18 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("quickstart: ")
+
+
+def test_what_to_type_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make quickstart` runs in a shell without the environment's commands: then they are put on its PATH first."""
+    bin_folder = tmp_path / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "activate").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(bin_folder / "python"))
+    for path, first in (("/usr/bin", [".", ".venv/bin/activate"]), (f"/usr/bin:{bin_folder}", None)):
+        monkeypatch.setenv("PATH", path)
+        quickstart.show_next(Path("numbers.json"), "models/dpo", Path("."), "quickstart", Console(width=80))
+        lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+        assert lines["try it"].split() == ["transformers", "chat", "models/dpo"]
+        assert (lines["first"].split()[:2] if "first" in lines else None) == first

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -39,9 +41,11 @@ def test_there_is_no_command_that_no_test_runs() -> None:
     others = [line for line in LINES if line not in EVERYDAY]
     kinds = sorted({" ".join(line.split()[:2]) for line in others if line})
     assert kinds == [
+        ". .venv/bin/activate",
         "alignment export",
         "alignment fetch",
         "alignment ui",
+        "make install",
         "make quickstart",
         "make quickstart-grpo",
         "make test",
@@ -76,13 +80,40 @@ def test_everyday_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert list(folder.glob("runs/*/*/predictions.jsonl"))
 
 
+def test_the_environment_to_activate_is_the_one_that_make_makes() -> None:
+    (line,) = (line for line in LINES if line.endswith("/bin/activate"))
+    made = subprocess.run(["make", "-pn", "install"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert f"VENV = {line.split()[1].removesuffix('/bin/activate')}" in made.stdout.splitlines()
+    assert LINES.index(line) < min(i for i, other in enumerate(LINES) if other.startswith("alignment "))
+
+
+def test_your_own_prompts_and_reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion of "say 5" that holds its answer counts 1; the file's own rewards are gone."""
+    code = next(block for kind, block in BLOCKS if kind == "python" and block.startswith("# my_rewards.py"))
+    (folder / "my_rewards.py").write_text(code)
+    asked = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(24)]
+    (folder / "my_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    lines = [line for line in EVERYDAY if "my_prompts.jsonl" in line]
+    assert ["configs/grpo.yaml" in lines[0], "configs/ppo.yaml" in lines[1]] == [True, True]
+    for line in lines:
+        words = shlex.split(line)[1:]
+        assert main([*words, *SMALL, "--model.sampling.max_tokens=4", "--trainer.log_every_n_steps=1"]) == 0, line
+    for file in folder.rglob("metrics.jsonl"):
+        logged = json.loads(file.read_text().splitlines()[0])
+        assert {name for name in logged if name.endswith("/faults")} == {"rewards/right/faults"}
+        assert logged["rewards/right/faults"] == 0
+    monkeypatch.syspath_prepend(str(folder))
+    right = import_module("my_rewards").right
+    assert [right("It is 5.", "5"), right("It is 6.", "5")] == [1.0, 0.0]
+
+
 def test_the_python_block(folder: Path) -> None:
-    block = next(block for kind, block in BLOCKS if kind == "python")
+    block = next(block for kind, block in BLOCKS if kind == "python" and "L.Trainer" in block)
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     assert list(folder.rglob("manifest.json"))
 
 
-TARGETS = ["quickstart", "quickstart MODEL=tiny", "quickstart-grpo", "test", "lint", "bench", "reliability"]
+TARGETS = ["install", "quickstart", "quickstart MODEL=tiny", "quickstart-grpo", "test", "lint", "bench", "reliability"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
