@@ -113,9 +113,9 @@ def explain(
         chosen = owner[1] if owner else chosen
         unknown = _UNKNOWN.search(line)
         if unknown:
-            key = unknown[1] or unknown[2]
-            others = _others(key.partition(".")[0].partition("=")[0], chosen, settings or {})
-            return _unknown_key([*path, key], _HINT.search(line), others)
+            name = unknown[1] or unknown[2]
+            others = _others(name.partition(".")[0].partition("=")[0], chosen, settings or {})
+            return _unknown_key([*path, name], _HINT.search(line), others)
         missing = _NOT_A_CLASS.search(line)
         if missing:
             if missing[1] in class_names:
