@@ -16,10 +16,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from alignment import distributed, memory
@@ -50,7 +51,7 @@ from alignment.penalties import EntropyConfig, KLConfig
 from alignment.policy import PolicyConfig, base_model
 from alignment.policy_losses import mask_truncated
 from alignment.prompting import Filled, PromptSource, concatenate, fill, prompts_of, strata_of
-from alignment.protocols import SizedBatches
+from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
 from alignment.reference import Reference
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
@@ -63,6 +64,13 @@ log = logging.getLogger(__name__)
 
 EVALUATION = -1
 """Batch number under which evaluation samples: every evaluation draws alike."""
+_SPLITS: Mapping[TrainerFn, Literal["train", "val", "test", "predict"]] = {
+    TrainerFn.FITTING: "train",
+    TrainerFn.VALIDATING: "val",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
+"""What is being done -> which prompts are read for it."""
 
 
 @dataclass(kw_only=True)
@@ -193,8 +201,22 @@ class OnlineMixin(PenalisedMixin):
 
     # ------------------------------------------------------------------ building
 
+    def prepare_data(self) -> None:
+        """Have the rewards say what they lack while the run has no folder, no tracker and no model yet."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(data, FiniteGroups) and isinstance(data, HasPurpose) and data.purpose == self.reads:
+            assert self.trainer.state.fn is not None
+            self.suite.check_columns(group.columns for group in data.groups(_SPLITS[self.trainer.state.fn]))
+
     def setup(self, stage: str) -> None:
-        super().setup(stage)
+        try:
+            super().setup(stage)
+            self._check_minibatches(stage)
+        except UserError:
+            self.suite.close()  # started by `prepare_data`; no teardown follows
+            raise
+
+    def _check_minibatches(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if stage == "fit" and isinstance(data, SizedBatches) and self.minibatches > data.batch_size:
             raise UserError(

@@ -60,7 +60,7 @@ def load(source: Source) -> Function:
     if found is None:
         raise UserError(f"'{module_name}' has no '{attribute}'")
     if isinstance(found, type):
-        _check_arguments(found, arguments)
+        check_arguments(found, arguments)
         found = found(**arguments)
     elif arguments:
         raise UserError(f"'{path}' is not a class, so it takes no args")
@@ -69,7 +69,7 @@ def load(source: Source) -> Function:
     return cast(Function, found)
 
 
-def _check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
+def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
     """Raise UserError for arguments that a class cannot be constructed with."""
     try:
         signature = inspect.signature(cls)
@@ -84,12 +84,23 @@ def _check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
 
 def wanted(reward: Function) -> Wanted:
     """What the parameters of `reward` ask for. Raises UserError for a signature that cannot be served."""
-    if inspect.iscoroutinefunction(reward):
-        raise UserError("it is a coroutine function; a reward is an ordinary one (use asyncio.run inside)")
     try:
         parameters = list(inspect.signature(reward).parameters.values())
     except (TypeError, ValueError) as error:
         raise UserError(f"its parameters cannot be read: {error}") from error
+    named = check_parameters(parameters, inspect.iscoroutinefunction(reward))
+    names = {p.name for p in named}
+    fields = SINGLE if "completion" in names else BATCH
+    rest = [f for f in fields if f not in names] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
+    optional = [p.name for p in named if p.default is not p.empty] + rest
+    columns = tuple(getattr(reward, "needs_columns", ()))
+    return Wanted("completion" in names, tuple([p.name for p in named] + rest), tuple(optional), columns)
+
+
+def check_parameters(parameters: Sequence[inspect.Parameter], is_coroutine: bool) -> list[inspect.Parameter]:
+    """Those that are given by name. Raises UserError for a signature that cannot be served."""
+    if is_coroutine:
+        raise UserError("it is a coroutine function; a reward is an ordinary one (use asyncio.run inside)")
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         raise UserError("it has positional-only parameters; a reward is called by name")
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -99,11 +110,7 @@ def wanted(reward: Function) -> Wanted:
             "it must have a parameter `completions` (a list, to score all at once) or `completion` (one at a time), "
             f"and has ({', '.join(p.name for p in parameters)})"
         )
-    fields = SINGLE if "completion" in names else BATCH
-    rest = [f for f in fields if f not in names] if any(p.kind is p.VAR_KEYWORD for p in parameters) else []
-    optional = [p.name for p in named if p.default is not p.empty] + rest
-    columns = tuple(getattr(reward, "needs_columns", ()))
-    return Wanted("completion" in names, tuple([p.name for p in named] + rest), tuple(optional), columns)
+    return named
 
 
 # ------------------------------------------------------------------------------------------------------------ calling

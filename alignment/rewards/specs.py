@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from alignment import rewards
 from alignment.errors import UserError
 from alignment.named import import_path
 from alignment.rewards import SHIPPED
-from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, describe, load, wanted
+from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, check_arguments, describe, load, wanted
+from alignment.rewards.lookup import look_up
 from alignment.rewards.protocol import Condition, RewardSpec, Samples, SuiteConfig
 from alignment.training import as_config
 
@@ -55,6 +57,8 @@ def check(specs: Mapping[str, RewardSpec], config: SuiteConfig) -> None:
             raise UserError(f"reward '{name}': scale is {given}; it is [low, high] with low below high, both finite")
         if spec.condition is not None:
             _check_condition(name, spec.condition, specs)
+    for name, spec in specs.items():
+        _check_there(name, spec)
 
 
 def _check_name(name: str, reward: str | Callable[..., Any]) -> None:
@@ -65,6 +69,19 @@ def _check_name(name: str, reward: str | Callable[..., Any]) -> None:
     there = f"there are {', '.join(SHIPPED)}, and your own as my_file.my_reward"
     hint = f"did you mean '{near[0]}'?" if near else there
     raise UserError(f"reward '{name}': there is no '{reward}'; {hint}")
+
+
+def _check_there(name: str, spec: RewardSpec) -> None:
+    """That there is such a reward, as far as that is told without running code of the user's."""
+    if not isinstance(spec.reward, str):
+        return
+    try:
+        if "." in spec.reward:
+            look_up(spec.reward)
+        else:
+            check_arguments(getattr(rewards, spec.reward), spec.args)
+    except UserError as error:
+        raise UserError(f"reward '{name}' cannot be loaded: {error}") from error
 
 
 def _check_condition(name: str, condition: Condition, specs: Mapping[str, RewardSpec]) -> None:
@@ -101,6 +118,13 @@ def load_here(name: str, spec: RewardSpec) -> tuple[Function, Wanted]:
         raise UserError(f"reward '{name}' cannot be loaded: {error}") from error
     except Exception as error:  # the user's own code: it may raise anything
         raise UserError(f"reward '{name}' cannot be loaded: {describe(error)}") from error
+
+
+def check_columns(name: str, wants: Wanted, known: Collection[str]) -> None:
+    """Raise UserError for a data column that a reward needs and that no row has."""
+    fields = {*BATCH, *SINGLE}
+    for column in (*wants.columns, *(p for p in wants.names if p not in fields and p not in wants.optional)):
+        _check_column(name, column, [dict.fromkeys(known)])
 
 
 def bind(name: str, wants: Wanted, samples: Samples) -> dict[str, Sequence[Any]]:

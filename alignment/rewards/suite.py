@@ -16,7 +16,7 @@ import pickle
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from alignment.rewards.faults import FaultHistory
 from alignment.rewards.matrix import RewardMatrix
 from alignment.rewards.protocol import Outcome, SampledBatch, Samples, SuiteConfig, Texts
 from alignment.rewards.scaling import Scaling, agree, extremes_of
-from alignment.rewards.specs import AnySpec, bind, check, digest, load_here, needed, source_of, to_spec
+from alignment.rewards.specs import AnySpec, bind, check, check_columns, digest, load_here, needed, source_of, to_spec
 from alignment.rewards.workers import Job, WorkerPool
 from alignment.rollout import RolloutStopped
 from alignment.training import as_config
@@ -48,7 +48,8 @@ class RewardSuite:
         config: workers, limits, and when to stop; a mapping of its fields is accepted too.
         seed: base of the random numbers of rewards that draw.
 
-    Raises UserError for a specification that cannot work; for a reward that cannot be imported, at `start`.
+    Raises UserError for a specification that cannot work, and for a reward that is not where it should be; for one that
+    cannot be imported, at `start`.
     """
 
     def __init__(
@@ -74,18 +75,45 @@ class RewardSuite:
 
         Raises UserError naming the reward that cannot be loaded or whose parameters do not fit.
         """
+        self._start_workers()
+        for name, spec in self.specs.items():
+            if spec.in_process and name not in self._functions:
+                self._functions[name], self._wanted[name] = load_here(name, spec)
+
+    def check_columns(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Raise UserError when a reward that runs in a worker cannot be loaded there, or needs a data column that none
+        of `rows` has. Rewards of this process are left alone: loading one may take the memory of a model."""
+        try:
+            self._start_workers()
+            self._check_columns(rows)
+        except UserError:
+            self.close()  # the run ends here, and nobody would
+            raise
+
+    def _check_columns(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        known: set[str] = set()
+        complaint: UserError | None = None
+        for row in rows:
+            if complaint is not None and row.keys() <= known:
+                continue
+            known |= row.keys()
+            try:
+                for name in self._sources:
+                    check_columns(name, self._wanted[name], known)
+                return
+            except UserError as error:
+                complaint = error
+        if complaint is not None:
+            raise complaint
+
+    def _start_workers(self) -> None:
         if self._pool is not None and self._pool.owner != os.getpid():
             self._pool = None  # it belongs to the process this one was forked from
         if self._pool is None and self._sources:
             self._pool = WorkerPool(self._sources, self.config, self._seed)
             weakref.finalize(self, self._pool.close)
-        if self._wanted:
-            return
-        found = self._pool.parameters(list(self._sources)) if self._pool is not None else {}
-        for name, spec in self.specs.items():
-            if spec.in_process:
-                self._functions[name], found[name] = load_here(name, spec)
-        self._wanted = found
+        if self._pool is not None and not self._sources.keys() <= self._wanted.keys():
+            self._wanted |= self._pool.parameters(list(self._sources))
 
     def needed_columns(self) -> set[str]:
         """Data columns without which some reward cannot be asked. Loads the rewards."""

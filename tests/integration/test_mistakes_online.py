@@ -104,7 +104,7 @@ def test_settings_of_data(capsys: pytest.CaptureFixture[str], workdir: Path, tex
         ),
         (
             model("rewards: {a: my_rewards.polite}"),
-            "reward 'a' cannot be loaded: ModuleNotFoundError: No module named 'my",
+            "reward 'a' cannot be loaded: there is no module 'my_rewards'; your own file lies in the folder you start",
         ),
         ("data: {init_args: {path: none.jsonl}}", "none of the 2 rows of 'none.jsonl' can be used: dropped: prompt is"),
         (
@@ -147,3 +147,30 @@ def test_advantages_of_ppo(capsys: pytest.CaptureFixture[str], workdir: Path, wo
     line = capsys.readouterr().err.splitlines()[-1]
     assert "modules.PPO has no advantage" in line
     assert ": it is a setting of modules.GRPO, modules.MORL" in line
+
+
+@pytest.mark.parametrize(
+    ("reward", "told"),
+    [
+        ("mine.nice", "reward 'a' cannot be loaded: 'mine' has no 'nice'; did you mean 'nicer'?"),
+        ("mine.silent", "reward 'a' cannot be loaded: it must have a parameter `completions` (a list, to score all at"),
+        ("mine.lost", "reward 'a' needs the data column 'anwser'; the data's columns: answer, attribute, product"),
+        ("minne.nicer", "reward 'a' cannot be loaded: there is no module 'minne'; did you mean 'mine.nicer'?"),
+    ],
+)
+def test_rewards_are_checked_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], workdir: Path, reward: str, told: str
+) -> None:
+    """No run in the tracker, no estimate of memory, no table of the data."""
+    Path("mine.py").write_text(
+        "def nicer(completion): return 1.0\n"
+        "def silent(text): return 1.0\n"
+        "def lost(completion, anwser): return 1.0\n"
+    )
+    words = [f"--model.rewards={{a: {reward}}}", "--trainer.accelerator=cpu", "--data.max_rows=16", *QUIET]
+    assert main(["fit", "-c", str(CONFIGS / "grpo.yaml"), *words]) == 2
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1].removeprefix("alignment: error: ").startswith(told)
+    assert "Data:" not in out
+    assert "memory" not in err
+    assert not Path("runs").exists()

@@ -387,12 +387,14 @@ settings: {workers: 3, on_fault: stop}
 """
 
 
-def test_from_yaml(tmp_path: Path) -> None:
+def test_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command line makes of a module's parameters of these types is what the suite takes."""
 
     def build(rewards: dict[str, RewardSpec], settings: SuiteConfig = SuiteConfig()) -> RewardSuite:  # noqa: B008
         return RewardSuite(rewards, settings)
 
+    (tmp_path / "my_rewards.py").write_text("def tone(completion): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "rewards.yaml"
     path.write_text(YAML)
     words = [f"--config={path}", "--rewards.correct.weight=3"]
@@ -473,16 +475,27 @@ def test_specifications_that_cannot_work(rewards: Any, config: Any, told: str) -
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("no_such_module.reward", "reward 'x' cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("no_such_module.reward", "reward 'x' cannot be loaded: there is no module 'no_such_module'; your own file"),
         (f"{HOME}.nothing", "reward 'x' cannot be loaded: 'tests.reward_faults' has no 'nothing'"),
         ("alignment.errors.UserError", "'alignment.errors.UserError' cannot be called"),
         ("Format", "args: missing a required argument: 'pattern'; Format takes pattern, where"),
     ],
 )
 def test_rewards_that_cannot_be_loaded(path: str, told: str, in_process: bool) -> None:
-    with RewardSuite({"x": {"reward": path, "in_process": in_process}}, SuiteConfig(workers=1)) as suite:
-        with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told):
+        with RewardSuite({"x": {"reward": path, "in_process": in_process}}, SuiteConfig(workers=1)) as suite:
             suite.start()
+
+
+def test_columns_are_looked_for_in_every_row() -> None:
+    """The third row has the column; without it the message lists what the others have, and no worker is left."""
+    rows = [{"a": 1}, {"a": 2, "b": 3}, {"answer": "x"}]
+    with RewardSuite({"x": "ExactMatch"}, SuiteConfig(workers=1)) as suite:
+        suite.check_columns(iter(rows))
+        suite.check_columns([])
+        with pytest.raises(UserError, match=r"reward 'x' needs the data column 'answer'; .*: a, b$"):
+            suite.check_columns(iter(rows[:2]))
+        assert suite._pool is None
 
 
 def test_data_that_cannot_be_sent() -> None:
