@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from alignment import distributed
 from alignment.batches import Group, GroupBatch
@@ -36,9 +37,9 @@ class OnlineHeadUpdate(Callback):
     been read is in the checkpoint. A round begins only at its time: rows that come in between wait, and so does a file
     that is empty or not there. Events `online_head_update` (a round begins) and `damaged_feedback`.
 
-    It needs a policy with heads (modules.DecoupledPO). Run it with `trainer.max_epochs: -1`; SIGTERM saves and ends it
-    while it waits, too. Validation comes after as many batches of feedback as the data would give in an epoch, or see
-    `trainer.val_check_interval`.
+    It needs a policy with heads (modules.DecoupledPO). Run it with `trainer.max_epochs: -1` and a constant
+    `optim.schedule`; SIGTERM saves and ends it while it waits, too. Validation comes after as many batches as the data
+    would give in an epoch, or see `trainer.val_check_interval`.
 
     Args:
         head: the reward whose head learns.
@@ -59,6 +60,7 @@ class OnlineHeadUpdate(Callback):
         self.sleep: Callable[[float], None] = time.sleep
         self.place = Place()
         self._taken: tuple[int, Place] | None = None  # batch number of the last rows, and the place behind them
+        self._told: float | None = None  # the round that it said it waits for
         self._trainer: L.Trainer | None = None
 
     @property
@@ -117,6 +119,10 @@ class OnlineHeadUpdate(Callback):
             with together(trainer.lightning_module):
                 if stop_requested(trainer.lightning_module):
                     raise RolloutStopped("the run was asked to stop while it waited for feedback")
+            if self.place.due != self._told and self.place.due is not None:
+                seconds = self.place.due - self.clock()
+                rank_zero_info(f"waiting for feedback in {self.path}; the next look is in {seconds:.0f} s")
+                self._told = self.place.due
             self.sleep(self.poll)
 
     def _look(self, trainer: L.Trainer) -> tuple[list[tuple[str, str]], Place]:
@@ -128,8 +134,8 @@ class OnlineHeadUpdate(Callback):
         parts: Any = distributed.all_gather_objects(found)
         place, lines, after = parts[0]
         if place.end > place.position and place.due != self.place.due:
-            text = f"the head of {self.head} learns from {place.last - place.row} new rows of {self.path}"
-            record_event(trainer, "online_head_update", f"{text} (up to row {place.last})")
+            rows = f"row {place.last}" if place.last == place.row + 1 else f"rows {place.row + 1} to {place.last}"
+            record_event(trainer, "online_head_update", f"the head of {self.head} learns from {rows} of {self.path}")
         self.place = place
         return lines, after
 

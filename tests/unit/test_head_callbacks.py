@@ -13,7 +13,7 @@ import pytest
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
 from alignment.guard import roll_back
-from callbacks import Checkpoint, FocusReward, FusionStability, StalledHead
+from callbacks import Checkpoint, FocusReward, FusionStability, GradientNormRatio, RegressionGuard, StalledHead
 from modules import GRPO, SFT, DecoupledPO
 from tests.callback_toys import Headed, Trained, ends
 from tests.rl_toys import fit, here, online
@@ -263,6 +263,17 @@ ACTING: dict[str, Any] = {
     "stalled": (dead, lambda: [StalledHead(steps=1)]),
     "fusion": (lambda: decoupled(heads={"every": 1}), lambda: [FusionStability(limit=1e-6, cooldown=1)]),
     "focus": (lambda: dead(heads={"every": 1, "kl": 0.0}), lambda: [FocusReward(evaluations=1, steps=2, share=1.0)]),
+    "all": (
+        lambda: dead(isolation={"mode": "project", "level": "states"}),
+        lambda: [
+            GradientNormRatio({"odd": 1.2}, control=True),
+            GradientNormRatio(of="heads", control=True),
+            StalledHead(steps=1),
+            FusionStability(limit=1e-6, cooldown=1),
+            FocusReward(evaluations=1, steps=2, share=1.0),
+            RegressionGuard(evaluations=1, share=0.999),
+        ],
+    ),
 }
 
 

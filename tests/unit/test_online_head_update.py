@@ -159,8 +159,10 @@ def test_a_disk_that_cannot_be_read_is_told_once(tmp_path: Path, caplog: pytest.
 # ---------------------------------------------------------------------- the job
 
 
-def test_every_hour_what_has_arrived(tmp_path: Path) -> None:
+def test_every_hour_what_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing for an hour; then three rows in two batches of one head; two that come later wait for the next hour."""
+    told: list[str] = []
+    monkeypatch.setattr("callbacks.online_head_update.rank_zero_info", told.append)
     path = tmp_path / "feedback.jsonl"
     arrivals = {600.0: [row(1), row(2), row(3)], 3650.0: [row(4)], 5000.0: [row(5)]}
     update, seen, _ = job(path, arrivals, poll=10.0)
@@ -172,6 +174,7 @@ def test_every_hour_what_has_arrived(tmp_path: Path) -> None:
         (7200.0, "low", ["Question 4?", "Question 5?"]),
     ]
     assert weights.moved() == [{"low"}] * 3
+    assert [text.rpartition("; ")[2] for text in told] == ["the next look is in 3600 s", "the next look is in 3480 s"]
 
 
 def test_between_rounds_it_may_train_on_the_data(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_damaged_rows_are_told_in_one_line(tmp_path: Path, caplog: pytest.LogCap
     assert "4 rows of " in told[0]
     assert "row 1 not valid JSON" in told[0]
     assert "row 4 key 'rating' is missing" in told[0]
-    assert "the head of low learns from 6 new rows" in caplog.text
+    assert "the head of low learns from rows 1 to 6 of " in caplog.text
 
 
 def test_a_batch_of_damaged_rows_is_passed_over(tmp_path: Path) -> None:
