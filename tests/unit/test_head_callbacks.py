@@ -62,6 +62,16 @@ def test_a_step_of_the_heads_is_of_several_updates() -> None:
     assert module.scaled == [("a", pytest.approx(1.1))]
 
 
+def test_what_a_step_has_seen_so_far_is_kept() -> None:
+    """A resume between the three updates of a step, the first of which had a gradient."""
+    module, run, callback = Headed("a", "b", every=3), Trained(), StalledHead(steps=1)
+    stall(callback, module, run, 1.0)
+    again = StalledHead(steps=1)
+    again.load_state_dict(callback.state_dict())
+    stall(again, module, run, 0, 0)
+    assert module.scaled == []
+
+
 def test_a_frozen_head_and_one_without_a_gradient_do_not_count() -> None:
     module, run, callback = Headed("a", "b"), Trained(), StalledHead(steps=1)
     module.frozen = {"a"}
