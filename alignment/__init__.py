@@ -7,6 +7,7 @@ whose names are common, are the ones that belong to it.
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -30,3 +31,5 @@ def check_siblings(home: Path) -> None:
 
 
 check_siblings(Path(__file__).resolve().parents[1])
+# When it is imported bitsandbytes asks for a kernel package that its 4-bit matrices do without.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -296,7 +296,6 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated")  # peft asks transformers
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")  # no validation: as asked
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # wants a kernel that nothing here uses
     notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if _no_advertisement not in notes.filters:
         notes.addFilter(_no_advertisement)

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 
 EVALUATION = -1
 """Batch number under which evaluation samples: every evaluation draws alike."""
+SILENT = 5
+"""Batches in a row without any advantage after which that is told."""
 _SPLITS: Mapping[TrainerFn, Literal["train", "val", "test", "predict"]] = {
     TrainerFn.FITTING: "train",
     TrainerFn.VALIDATING: "val",
@@ -133,6 +135,7 @@ class OnlineMixin(PenalisedMixin):
     """
 
     reads = "prompts"
+    shown = ("loss", "reward")
     loss_terms: Mapping[str, float] = {}
 
     rollout: RolloutEngine
@@ -183,6 +186,7 @@ class OnlineMixin(PenalisedMixin):
         self.mask_truncated, self.dynamic_sampling = mask_truncated, dynamic_sampling
         self._pushed: int | None = None
         self._warned: set[str] = set()
+        self._silent = 0  # batches in a row without any advantage
 
     # ------------------------------------------------------------------ what an algorithm defines
 
@@ -279,6 +283,7 @@ class OnlineMixin(PenalisedMixin):
         add_metrics(metrics, completion_metrics(experience))
         table = table_of(experience, self.suite.names, self.suite.weights)
         experience = self.credit(experience, table)
+        self._note_silence(experience)
         add_metrics(metrics, self._reward_metrics(experience, table))
         if self.mask_truncated:
             experience = mask_truncated(experience, experience.rows[TRUNCATED].bool())
@@ -290,6 +295,17 @@ class OnlineMixin(PenalisedMixin):
             # The only update starts at the policy that sampled, so the ratio is 1 whatever rounding or dropout do.
             experience = replace(experience, tokens={n: v for n, v in experience.tokens.items() if n != OLD_LOGPS})
         return experience
+
+    def _note_silence(self, batch: GroupBatch) -> None:
+        """Warn once when the rewards have taught nothing for a while. A collective."""
+        told = distributed.any_rank(bool((batch.rows[ADVANTAGE] != 0).any()), batch.device)
+        self._silent = 0 if told else self._silent + 1
+        if self._silent == SILENT:
+            self.warn_once(
+                f"in {SILENT} batches in a row no completion had an advantage, so the rewards teach nothing: within "
+                "each prompt all completions got the same. Look at rewards/NAME/mean and at the samples "
+                "(callbacks.Samples), then at 'When it does not learn' in docs/online.md"
+            )
 
     def _experience(self, prompts: Sequence[Group], metrics: Metrics) -> tuple[GroupBatch, GroupBatch]:
         """(everything that was sampled, with rewards; what is left to train on, measured)."""

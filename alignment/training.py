@@ -65,6 +65,9 @@ class TrainingMixin(L.LightningModule):
     """Metric name -> weight: what `val/loss` is composed of; empty for modules without one. Training logs the exact
     loss of each update instead."""
 
+    shown: ClassVar[tuple[str, ...]] = ("loss",)
+    """Training metrics in the progress bar."""
+
     reads: ClassVar[str | None] = None
     """What the data must be for: supervised, preference or prompts (`protocols.HasPurpose`). None: anything."""
 
@@ -188,7 +191,7 @@ class TrainingMixin(L.LightningModule):
                 del results[key]
         # The window has summed over ranks already; at an epoch's end Lightning warns unless it may do so again.
         for name, value in values.items():
-            self.log(name, value, prog_bar=name == "loss", batch_size=1, sync_dist=epoch)
+            self.log(name, value, prog_bar=name in self.shown, batch_size=1, sync_dist=epoch)
 
     def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
         """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.callbacks import Callback
 
 from alignment import distributed
@@ -20,7 +21,7 @@ class Predictions(Callback):
 
     Each rank writes its own part as it goes, so that an interrupted run leaves what it had; the main process joins the
     parts at the end. A batch may hold several rows of one `index`, the completions of one prompt; what a second batch
-    or another rank says of that index (a sampler that pads) is left out.
+    or another rank says of that index (a sampler that pads) is left out. Numbers in float32 have its shortest form.
 
     Args:
         path: the file, relative to the run's folder unless absolute. An older file of that name is replaced.
@@ -46,7 +47,7 @@ class Predictions(Callback):
     ) -> None:
         with self._part(distributed.rank()).open("a", encoding="utf-8") as file:
             for row, turn in zip(outputs, _turns(outputs), strict=True):
-                file.write(json.dumps([turn, row], ensure_ascii=False) + "\n")
+                file.write(json.dumps([turn, _short(row)], ensure_ascii=False) + "\n")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.strategy.barrier("every rank has written its part")
@@ -81,6 +82,19 @@ def _turns(rows: Sequence[Mapping[str, Any]]) -> list[int]:
         turns.append(seen[index])
         seen[index] += 1
     return turns
+
+
+def _short(value: Any) -> Any:
+    """Numbers that came from float32 as that type writes them: 0.1, not 0.10000000149011612. At any depth."""
+    if isinstance(value, Mapping):
+        return {key: _short(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(part) for part in value]
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else value
 
 
 def _lines(path: Path) -> list[str]:

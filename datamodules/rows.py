@@ -15,6 +15,7 @@ from rich.table import Table
 
 # Text longer than this is not tokenised at all: it is data gone wrong, and would stall set-up for minutes.
 MAX_CHARACTERS = 1_000_000
+_SPLITS = ("train", "val", "test", "predict")
 _PLACES = 20  # places remembered per reason; the counts are exact
 
 
@@ -143,8 +144,10 @@ class RowReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, value) pairs for people."""
+        # Splits are read in another order by each of Lightning's commands.
+        used_for = {name: self.used_for[name] for name in _SPLITS if name in self.used_for}
         split, strata = (
-            ", ".join(f"{count:,} {name}" for name, count in counts.items()) for counts in (self.used_for, self.strata)
+            ", ".join(f"{count:,} {name}" for name, count in counts.items()) for counts in (used_for, self.strata)
         )
         used = f"{self.used:,}" + (f" ({split})" if split else "")
         out = [("format", self.format), ("rows read", f"{self.read:,}"), ("rows used", used)]

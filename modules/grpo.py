@@ -21,6 +21,7 @@ from torch import Tensor
 
 from alignment.advantages import ADVANTAGES, RewardTable, estimate
 from alignment.batches import GroupBatch
+from alignment.errors import UserError
 from alignment.experience import ADVANTAGE, BEFORE, unscored, without_signal
 from alignment.metrics import Metrics
 from alignment.objective import PolicyObjective
@@ -66,6 +67,11 @@ class GRPO(OnlineMixin, L.LightningModule):
         super().__init__(policy=policy, rewards=rewards, **settings)
         self.save_hyperparameters()
         self.advantage = ADVANTAGES.get(advantage, advantage_args)
+        if self.completions == 1 and advantage in ADVANTAGES:
+            raise UserError(
+                f"completions is 1, and the advantage '{advantage}' compares the completions of a prompt: set "
+                "completions to 2 or more, or use modules.PPO"
+            )
         self.objective = PolicyObjective(loss, loss_args, reduction, self.sampling.max_tokens)
         self.skips = self.objective.proportional and not self.penalises
 

@@ -54,6 +54,13 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     assert all(any(line.split()[:1] == [name] for line in text) for name in SUBCOMMANDS)
 
 
+def test_bitsandbytes_does_not_ask_for_a_kernel() -> None:
+    """Whichever of our modules brings it in: the line is printed when it is imported."""
+    code = "import alignment.policy, bitsandbytes"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CONFIGS.parent)
+    assert "kernels" not in done.stdout + done.stderr
+
+
 def test_python_m_alignment_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "alignment", "--version"], capture_output=True, text=True, check=True, cwd=CONFIGS.parent

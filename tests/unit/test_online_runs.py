@@ -481,11 +481,30 @@ def test_mistakes_are_told_in_one_line(settings: dict[str, Any], message: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_a_warning_about_single_completions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """GRPO with one completion a prompt has no advantage: said once, and nothing is learned."""
-    watch, _ = fit(online(GRPO, completions=1), tmp_path)
+def test_single_completions_are_refused_where_they_are_compared() -> None:
+    with pytest.raises(UserError, match="completions is 1, and the advantage 'group' compares the completions"):
+        online(GRPO, completions=1)
+
+
+def test_warnings_about_batches_that_teach_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One's own advantage may make something of single completions. This one does not: told at once, and after 5."""
+    data = FixedData(prompts(24), batch_size=4)
+    watch, _ = fit(online(GRPO, completions=1, advantage="alignment.advantages.group"), tmp_path, data)
     assert caplog.text.count("no group has two completions with a reward") == 1
-    assert [u["grad_norm"] for u in watch.updates] == [0.0, 0.0]
+    assert caplog.text.count("in 5 batches in a row no completion had an advantage") == 1
+    assert [u["grad_norm"] for u in watch.updates] == [0.0] * 6
+
+
+def test_no_warning_while_something_is_learned_now_and_then(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every other batch: with alike rewards, then with those of `odd`. Never 5 in a row."""
+
+    def sometimes(completion: str, completion_ids: list[int], alive: bool) -> float:
+        return odd(completion, completion_ids) if alive else 0.0
+
+    data = FixedData(prompts(24, alive=[i // 4 % 2 > 0 for i in range(24)]), batch_size=4)
+    watch, _ = fit(online(GRPO, rewards={"sometimes": here(sometimes)}), tmp_path, data)
+    assert [u["grad_norm"] > 0 for u in watch.updates] == [False, True] * 3
+    assert "batches in a row" not in caplog.text
 
 
 def test_a_head_with_an_adapter_cannot_give_a_full_kl(tmp_path: Path) -> None:

@@ -61,3 +61,11 @@ def test_says_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_an_older_file_is_replaced(tmp_path: Path) -> None:
     predict(tmp_path, [[{"index": 0, "x": 1}, {"index": 1, "x": 1}]])
     assert predict(tmp_path, [[{"index": 0, "x": 2}]]) == [{"index": 0, "x": 2}]
+
+
+def test_numbers_are_as_short_as_their_type_allows(tmp_path: Path) -> None:
+    """0.1 in float32 is 0.100000001490116...; in float64 it is 0.1, and a third is no float32."""
+    single = torch.tensor([0.1, 1 / 3, 2.0**-140]).tolist()
+    predict(tmp_path, [[{"index": 0, "r": single, "d": {"x": 0.1, "y": 1 / 3}, "big": 1e300, "n": 3, "none": None}]])
+    text = (tmp_path / "out" / "p.jsonl").read_text()
+    assert '"r": [0.1, 0.33333334, 7.17e-43], "d": {"x": 0.1, "y": 0.3333333333333333}, "big": 1e+300, "n": 3' in text

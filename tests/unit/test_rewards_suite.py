@@ -410,6 +410,21 @@ def test_from_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (suite.config.workers, suite.config.on_fault) == (3, "stop")
 
 
+def test_the_defaults_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    named = dict(re.findall(r"`(\w+)` \((\d[\d.]*)(?: seconds)?\)", text))
+    config, spec = SuiteConfig(), RewardSpec(reward="x.y")
+    real = {"fault_limit": config.fault_limit, "fault_window": config.fault_window, "timeout_s": spec.timeout_s}
+    assert {name: float(value) for name, value in named.items()} == real
+
+
+def test_a_row_without_a_column_that_others_have_gives_none() -> None:
+    samples = Samples(prompts=["p"] * 2, completions=["c"] * 2, columns=[{"answer": "c"}, {"other": 1}])
+    seen = {"reward": lambda completion, answer: float(answer is None), "in_process": True}
+    with RewardSuite({"seen": seen}) as suite:
+        assert scores(suite, samples) == [[0.0, 1.0]]
+
+
 def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: overlaps 3 (2 at most), 0 and None of 2; politeness where the overlap is at least 1."""
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")

@@ -292,3 +292,11 @@ def test_values_that_are_fine():
     assert number("0.25", "margin") == 0.25
     assert number(0, "weight", minimum=0.0) == 0.0
     assert text(" é\U0001f600", "x") == " é\U0001f600"
+
+
+def test_splits_are_listed_in_one_order() -> None:
+    """`validate` reads the held-out rows first, `fit` those for training."""
+    for names in (("train", "val"), ("val", "train")):
+        counts = {"train": 8, "val": 2}
+        report = RowReport(source="x", used=10, used_for={name: counts[name] for name in names})
+        assert dict(report.lines())["rows used"] == "10 (8 train, 2 val)"
