@@ -27,7 +27,7 @@ import lightning as L
 import yaml
 from jsonargparse import Namespace
 from lightning.fabric.plugins.io import CheckpointIO
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer.states import TrainerFn
@@ -255,7 +255,7 @@ class AlignmentCLI(LightningCLI):
             raise CommandLineError(explain(str(ex))) from ex
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        from callbacks import Signals
+        from callbacks import Progress, Signals
 
         settings = self._get(self.config_init, "trainer")
         plugins, callbacks = _as_list(settings.get("plugins")), _as_list(settings.get("callbacks"))
@@ -263,6 +263,9 @@ class AlignmentCLI(LightningCLI):
             plugins.append(SafeCheckpointIO())
         if not any(isinstance(c, Signals) for c in callbacks):
             callbacks.append(Signals())
+        wants_bar = settings.get("enable_progress_bar") is not False and not settings.get("barebones")
+        if wants_bar and not any(isinstance(c, ProgressBar) for c in callbacks):
+            callbacks.append(Progress())
         for logger in _as_list(settings.get("logger")):
             if isinstance(logger, TrackingLogger):
                 trains = self.config["subcommand"] == "fit"

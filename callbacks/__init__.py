@@ -7,6 +7,7 @@ from callbacks.gradient_norm_ratio import GradientNormRatio
 from callbacks.online_head_update import OnlineHeadUpdate
 from callbacks.predictions import Predictions
 from callbacks.preference_dial import PreferenceDial
+from callbacks.progress import Progress
 from callbacks.regression_guard import RegressionGuard
 from callbacks.samples import Samples
 from callbacks.signals import Signals
@@ -20,6 +21,7 @@ __all__ = [
     "OnlineHeadUpdate",
     "Predictions",
     "PreferenceDial",
+    "Progress",
     "RegressionGuard",
     "Samples",
     "Signals",

@@ -19,7 +19,7 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.cli import SUBCOMMANDS, main
 from alignment.lightning_cli import AlignmentCLI
 from alignment.tracking import TrackingLogger
-from callbacks import Signals
+from callbacks import Progress, Signals
 
 RUN = ["fit", "--model", "ToyModule", "--data", "ToyData", "--data.path", "here", "--trainer.accelerator", "cpu"]
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -165,6 +165,23 @@ def test_safe_checkpoints_and_signals_unasked(workdir: Path) -> None:
     assert sum(isinstance(c, Signals) for c in cli.trainer.callbacks) == 1
     assert isinstance(cli.trainer.logger, TrackingLogger)
     assert cli.ran == "fit"
+
+
+def test_the_bar_shows_no_id(workdir: Path) -> None:
+    cli = Parsed(RUN)
+    bar = cli.trainer.progress_bar_callback
+    assert isinstance(bar, Progress)
+    assert bar.get_metrics(cli.trainer, cli.model) == {}
+    own = Parsed([*RUN, "--trainer.callbacks+=TQDMProgressBar"]).trainer.progress_bar_callback
+    assert type(own).__name__ == "TQDMProgressBar"
+    assert Parsed([*RUN, "--trainer.enable_progress_bar=false"]).trainer.progress_bar_callback is None
+
+
+def test_the_monitored_value_ends_a_fit(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four steps of 0.1 * 0.1 down, so that val/loss is 0.1 * -0.04."""
+    monitor = '[{"class_path": "callbacks.Checkpoint", "init_args": {"monitor": "val/loss"}}]'
+    assert main([*RUN, "--trainer.max_steps=4", "--trainer.callbacks", monitor]) == 0
+    assert "val/loss: -0.004 at the end, at best -0.004" in capsys.readouterr().out
 
 
 def test_what_the_user_gives_is_kept(workdir: Path) -> None:
