@@ -6,12 +6,24 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from rich.progress import BarColumn
+
+BAR = 8
+"""Characters of the bar itself."""
 
 
 class Progress(RichProgressBar):
     """Takes RichProgressBar's arguments. What differs: the run's id, which the first line of a run names in full, takes
     no place in the bar; and at the end of training it prints the monitored value, now and at its best.
     """
+
+    def configure_columns(self, trainer: L.Trainer) -> list[Any]:
+        """With a short bar, so that counts, times, loss and reward fit into a line of 80 characters."""
+        columns: list[Any] = super().configure_columns(trainer)
+        for column in columns:
+            if isinstance(column, BarColumn):
+                column.bar_width = BAR
+        return columns
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         items: dict[str, Any] = super().get_metrics(trainer, pl_module)

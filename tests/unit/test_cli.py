@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rich.progress
 import yaml
+from rich.console import Console
 
 import tests.cli_toys  # noqa: F401  # makes ToyModule and ToyData known by their short names
 from alignment import check_siblings, lightning_cli, ui
@@ -172,6 +175,12 @@ def test_the_bar_shows_no_id(workdir: Path) -> None:
     bar = cli.trainer.progress_bar_callback
     assert isinstance(bar, Progress)
     assert bar.get_metrics(cli.trainer, cli.model) == {}
+    console = Console(width=80, record=True, file=io.StringIO())
+    shown = rich.progress.Progress(*bar.configure_columns(cli.trainer), console=console, auto_refresh=False)
+    shown.add_task("Epoch 0/0", total=32, completed=16)
+    console.print(shown.get_renderable())
+    # The values come behind: " loss: -0.123 reward: -0.145" at most.
+    assert len(console.export_text().rstrip()) + len(" loss: -0.123 reward: -0.145") <= 80
     own = Parsed([*RUN, "--trainer.callbacks+=TQDMProgressBar"]).trainer.progress_bar_callback
     assert type(own).__name__ == "TQDMProgressBar"
     assert Parsed([*RUN, "--trainer.enable_progress_bar=false"]).trainer.progress_bar_callback is None
