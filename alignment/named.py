@@ -78,7 +78,8 @@ class Registry(Generic[F]):
         if missing := [p.name for p in settings if p.default is p.empty and p.name not in given]:
             raise UserError(f"{self.kind} '{name}' needs the setting {', '.join(missing)}")
         for p in settings:
-            if p.name in given and is_number(p.default) and not is_number(given[p.name]):
+            off = given.get(p.name) is None and "None" in str(p.annotation)
+            if p.name in given and is_number(p.default) and not (off or is_number(given[p.name])):
                 raise UserError(f"{self.kind} '{name}' has {p.name} {given[p.name]!r}; it is a number")
         return cast(F, functools.partial(function, **given)) if given else function
 

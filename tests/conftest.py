@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports huggingface_hub: a test never reaches for the network.
@@ -22,6 +23,16 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def _one_thread() -> None:
     """Small tensors run faster on one thread, and sums do not depend on how many cores the machine has."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _users_files_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A module that a test wrote and imported is gone after it: the next test may write another one of that name."""
+    yield
+    base = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(base):
+            del sys.modules[name]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

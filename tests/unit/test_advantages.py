@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -177,7 +176,6 @@ def test_a_users_estimator_is_named_by_its_import_path(tmp_path: Path, monkeypat
         "    return torch.zeros(1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_advantages", raising=False)
     assert values("own_advantages.best_only", table([1, 3, 2], [5, 4]), bonus=2.0) == [0, 2, 0, 2, 0]
     with pytest.raises(ValueError, match=r"returned \(1,\) for 2 completions"):
         values("own_advantages.wrong", table([1, 3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,10 @@ import pytest
 
 from alignment.errors import UserError
 from alignment.named import Registry
+
+
+def limited(x: float, *, limit: float | None = 1.0) -> float:
+    return x if limit is None else min(x, limit)
 
 
 @pytest.fixture
@@ -39,7 +42,6 @@ def test_a_users_file_is_found_by_import_path(
 ) -> None:
     (tmp_path / "my_shapes.py").write_text("def cube(x, *, factor=1.0):\n    return factor * x**3\nsize = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_shapes", raising=False)
     assert shapes.get("my_shapes.cube", {"factor": 0.5})(2.0) == 4.0
     with pytest.raises(UserError, match=r"shape 'my_shapes\.size' is int, not a function"):
         shapes.get("my_shapes.size")
@@ -59,5 +61,9 @@ def test_mistakes_are_answered_with_what_exists(shapes: Registry[Callable[..., f
     for wrong in ("1e-6", float("nan"), True, None):
         with pytest.raises(UserError, match=rf"shape 'square' has factor {wrong!r}; it is a number"):
             shapes.get("square", {"factor": wrong})
+    shapes.register("limited")(limited)
+    assert shapes.get("limited", {"limit": None})(3.0) == 3.0
+    with pytest.raises(UserError, match="shape 'limited' has limit 'no'; it is a number"):
+        shapes.get("limited", {"limit": "no"})
     with pytest.raises(ValueError, match="a shape called 'line' exists already"):
         shapes.register("line")(lambda x: x)
