@@ -45,7 +45,7 @@ HOBBIES = (
 )
 HELD_OUT = 40
 
-_KL = "--model.kl.coefficient=0.1"
+_KL = "--model.kl.coefficient=0.3"
 _REPEATS = '--model.rewards.repeats={"reward": "RepetitionPenalty", "args": {"n": 2}, "weight": 2}'
 VARIANTS: dict[str, tuple[str, ...]] = {
     "sentiment alone": (),
