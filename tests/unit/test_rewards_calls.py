@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from alignment.errors import UserError
-from alignment.rewards.calls import call_batch, call_one, load, wanted
+from alignment.rewards.calls import call_batch, call_one, load, reseed, wanted
 
 
 def outcomes(returned: Any) -> list[tuple[float | None, str | None]]:
@@ -185,3 +185,17 @@ def test_loading_by_import_path() -> None:
 def test_what_cannot_be_loaded(path: str, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         load((path, arguments))
+
+
+def test_seeding_leaves_nothing_behind() -> None:
+    """torch queues a seed for each kind of device that it has not begun to use, without end."""
+    queues = [torch.cuda._queued_calls, torch.xpu._queued_calls]
+    before = [len(queue) for queue in queues]
+    draws = []
+    with torch.random.fork_rng(devices=[]):
+        for keys in (["a"], ["b"], ["a"]):
+            reseed(7, "reward", keys)
+            draws.append((torch.rand(2).tolist(), np.random.random()))
+    assert draws[0] == draws[2]
+    assert draws[0] != draws[1]
+    assert [len(queue) for queue in queues] == before
