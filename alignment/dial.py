@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from alignment.batches import GroupBatch
+from alignment.pareto import on_front
 
 
 @runtime_checkable
@@ -61,23 +62,10 @@ def _parts(count: int, total: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def on_front(values: Sequence[Mapping[str, float]]) -> list[bool]:
-    """Of points with more-is-better values: which of them no other one dominates. A point with a NaN is on no front."""
-
-    def dominates(a: Mapping[str, float], b: Mapping[str, float]) -> bool:
-        return all(a[n] >= b[n] for n in b) and any(a[n] > b[n] for n in b)
-
-    whole = [all(v == v for v in point.values()) for point in values]
-    return [
-        known and not any(dominates(other, point) for other in values)
-        for point, known in zip(values, whole, strict=True)
-    ]
-
-
 def points_of(settings: Sequence[Mapping[str, float]], rows: Sequence[Sequence[Mapping[str, Any]]]) -> list[Point]:
     """From the rows that `judge` gave under each setting."""
     means = [{name: _mean([row["rewards"][name] for row in said]) for name in settings[0]} for said in rows]
-    parts = zip(settings, means, rows, on_front(means), strict=True)
+    parts = zip(settings, means, rows, on_front([tuple(point.values()) for point in means]), strict=True)
     return [
         Point(weights=dict(weights), rewards=rewards, completions=len(said), front=front)
         for weights, rewards, said, front in parts
@@ -101,12 +89,12 @@ def draw(points: Sequence[Point], path: Path) -> None:
     pairs = list(combinations(points[0].rewards, 2))
     figure = Figure(figsize=(4.2 * len(pairs), 3.6), layout="constrained")
     for axes, (a, b) in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
-        values = [{a: point.rewards[a], b: point.rewards[b]} for point in points]
+        values = [(point.rewards[a], point.rewards[b]) for point in points]
         shares = [point.weights[a] + point.weights[b] for point in points]
         colours = [point.weights[a] / share if share else 0.5 for point, share in zip(points, shares, strict=True)]
-        best = sorted((v[a], v[b]) for v, front in zip(values, on_front(values), strict=True) if front)
+        best = sorted(value for value, front in zip(values, on_front(values), strict=True) if front)
         axes.plot([x for x, _ in best], [y for _, y in best], color="0.7", zorder=0)
-        dots = axes.scatter([v[a] for v in values], [v[b] for v in values], c=colours, cmap="coolwarm", vmin=0, vmax=1)
+        dots = axes.scatter(*zip(*values, strict=True), c=colours, cmap="coolwarm", vmin=0, vmax=1)
         axes.set(xlabel=a, ylabel=b)
         figure.colorbar(dots, ax=axes, label=f"share of {a} in {a} + {b}")
     figure.suptitle(f"one policy, {len(points)} preferences at decoding")

@@ -70,9 +70,9 @@ def working_in(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def alignment(command: str, config: str, name: str, *words: str) -> Run:
-    """`alignment COMMAND -c benchmarks/online/CONFIG.yaml WORDS` in the current folder, under a run name. What it
-    prints goes to `output.txt`; one line is shown. Raises RuntimeError when it failed."""
+def alignment(command: str, config: str, name: str, *words: str, experiment: str = EXPERIMENT) -> Run:
+    """`alignment COMMAND -c benchmarks/online/CONFIG.yaml WORDS` in the current folder, under a run name; CONFIG may be
+    an absolute path. What it prints goes to `output.txt`; one line is shown. Raises RuntimeError when it failed."""
     started, cpu = time.monotonic(), time.process_time()
     argv = [command, "-c", str(CONFIGS / f"{config}.yaml"), *words, f"--trainer.logger.init_args.run_name={name}"]
     with open("output.txt", "a", encoding="utf-8") as output:
@@ -82,7 +82,7 @@ def alignment(command: str, config: str, name: str, *words: str) -> Run:
     if status != 0:
         raise RuntimeError(f"alignment {' '.join(argv)} failed; see {Path('output.txt').resolve()}")
     gc.collect()  # the trainer, its module and its optimizer refer to one another
-    folder, _ = next(runs.find_runs(Path.cwd(), EXPERIMENT, run_name=name))
+    folder, _ = next(runs.find_runs(Path.cwd(), experiment, run_name=name))
     run = Run(folder=folder, seconds=time.monotonic() - started, cpu_seconds=time.process_time() - cpu)
     print(f"{command} {name}: {run.seconds:.0f} s", flush=True)
     return run

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from alignment.dial import grid, on_front, points_of
+from alignment.dial import grid, points_of
 from alignment.errors import UserError
 from alignment.tracking import TrackingLogger
 from callbacks import PreferenceDial
@@ -26,14 +26,6 @@ def test_grid_by_hand() -> None:
     assert len(three) == 15
     assert all(sum(point.values()) == 1 for point in three)
     assert len({tuple(point.values()) for point in three}) == 15
-
-
-def test_front_by_hand() -> None:
-    """The four points of G-MET: (.5, .5) is behind (.6, .6)."""
-    points = [{"a": 0.9, "b": 0.2}, {"a": 0.6, "b": 0.6}, {"a": 0.3, "b": 0.8}, {"a": 0.5, "b": 0.5}]
-    assert on_front(points) == [True, True, True, False]
-    assert on_front([{"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}]) == [True, True]
-    assert on_front([{"a": 1.0, "b": float("nan")}, {"a": 0.0, "b": 0.0}]) == [False, True]
 
 
 def test_points_are_means_over_completions_with_a_reward() -> None:

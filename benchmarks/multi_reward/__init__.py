@@ -1,0 +1,1 @@
+"""The table that compares methods for several rewards: `python -m benchmarks.multi_reward`."""

@@ -1,0 +1,168 @@
+"""`python -m benchmarks.multi_reward [PART ...]`: methods for several rewards compared on TriConflict.
+
+    table        every method and every ablation, ten seeds                    150 runs
+    sensitivity  every method over a grid of settings, three seeds             240 runs
+    fronts       what a grid of preferences gives, by training and by a dial    62 runs
+    study        DecoupledPO with one thing changed                             70 runs
+
+Without a part all of them. A run takes about 15 s of one CPU core; two go side by side. What is finished is kept in the
+working folder, so a second call goes on where the first one ended. Numbers go to reports/multi_reward.json, tables to
+reports/multi_reward.md and README.md, pictures to docs/images. `--draw` only does the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from alignment.cli_errors import one_line
+from alignment.errors import UserError
+from benchmarks.multi_reward import collapse, plan, report
+from benchmarks.multi_reward.methods import METHODS, SOUPS
+from benchmarks.multi_reward.runs import Job, make
+from benchmarks.online.bench import machine
+from benchmarks.online.report import put_block
+
+SEEDS = 10
+PAGE, IMAGES, README = Path("reports/multi_reward.md"), Path("docs/images"), Path("README.md")
+COMMAND = "python -m benchmarks.multi_reward"
+
+Found = Mapping[str, Mapping[str, Any]]
+
+
+def _kept(found: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """A run's numbers as the report keeps them."""
+    rewards = {name: [round(v, 5) for v in values] for name, values in found["rewards"].items()}
+    curves = {name: [[x, round(v, 4)] for x, v in curve] for name, curve in found["curves"].items()}
+    seconds = {name: round(found[name], 1) for name in ("seconds", "cpu_seconds")}
+    return {"seed": seed, "rewards": rewards, "curves": curves, **seconds}
+
+
+def measure_table(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    found = run(plan.table_jobs(seeds))
+    return {m: [_kept(found[f"{m}-{seed}"], seed) for seed in seeds] for m in METHODS}
+
+
+def measure_sensitivity(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    found = run(plan.grid_jobs())
+    some = range(plan.GRID_SEEDS)
+    return {
+        m: {
+            cell: [{**_kept(found[f"{m}-cell{i}-{seed}"], seed), "curves": {}} for seed in some]
+            for i, cell in enumerate(plan.CELLS)
+        }
+        for m in plan.FULL
+        if m != SOUPS
+    }
+
+
+def measure_study(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    some = seeds[: len(seeds) // 2]
+    found = run(plan.study_jobs(some))
+    return {
+        title: [{**_kept(found[f"study{i}-{seed}"], seed), "curves": {}} for seed in some]
+        for i, title in enumerate(plan.STUDY)
+    }
+
+
+def measure_fronts(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    some = range(plan.FRONT_SEEDS)
+    found = run([*plan.front_jobs(), *(Job(name=f"{SOUPS}-{seed}", method=SOUPS, seed=seed) for seed in some)])
+
+    def end(name: str) -> dict[str, Any]:
+        return {"rewards": {reward: values[-1] for reward, values in found[name]["rewards"].items()}}
+
+    fronts: dict[str, Any] = {
+        "DecoupledPO, the dial": {"runs": 1, "points": [found[f"dial-{seed}"]["dial"] for seed in some]},
+        "Rewarded Soups": {"runs": 3, "points": [found[f"{SOUPS}-{seed}"]["dial"] for seed in some]},
+    }
+    count = sum(1 for job in plan.front_jobs() if job.method == "gdpo" and job.seed == 0)
+    for m in plan.TRAINED_FRONTS:
+        sets = [[end(f"{m}-front{i}-{seed}") for i in range(count)] for seed in some]
+        fronts[f"{METHODS[m].title}, trained at each preference"] = {"runs": count, "points": sets}
+    return fronts
+
+
+PARTS = {
+    "table": measure_table,
+    "sensitivity": measure_sensitivity,
+    "fronts": measure_fronts,
+    "study": measure_study,
+}
+
+
+def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
+    """Every part that there are numbers of."""
+    parts, where = numbers["parts"], numbers["machine"]
+    rows = report.rows_of(parts)
+
+    def block(part: str, lines: list[str]) -> None:
+        put_block(page, part, ["", f"`{COMMAND} {part}` on {where[part]}.", "", *lines, ""], report.TITLE)
+
+    if "table" in parts:
+        report.draw_curves(parts, images / "multi_reward_curves.png")
+        report.draw_mechanism(parts, images / "multi_reward_mechanism.png")
+        lines = [f"{len(parts['table']['gdpo'])} seeds.", "", *report.main_table(rows, ablations=False), ""]
+        lines += [*report.main_table(rows, ablations=True), "", *report.paired_lines(rows, "decoupled", list(rows)), ""]
+        lines += [*report.stability_table(rows), ""]
+        lines += [f"![{name}](../docs/images/multi_reward_{name}.png)" for name in ("curves", "mechanism")]
+        block("table", lines)
+    if "sensitivity" in parts:
+        block("sensitivity", report.sensitivity_table(parts, rows))
+    if "fronts" in parts:
+        report.draw_fronts(parts, images / "multi_reward_fronts.png")
+        block("fronts", [*report.fronts_table(parts), "", "![fronts](../docs/images/multi_reward_fronts.png)"])
+    if "study" in parts:
+        block("study", report.study_table(parts))
+    collapse.draw(images / "advantage_collapse.png")
+
+
+def into_readme(numbers: Mapping[str, Any], readme: Path) -> None:
+    """Replace the table between the README's markers."""
+    text = readme.read_text(encoding="utf-8")
+    inner = f"<!-- multi_reward -->\n{report.readme_table(numbers['parts'])}\n<!-- end -->"
+    readme.write_text(re.sub(r"<!-- multi_reward -->.*?<!-- end -->", lambda _: inner, text, flags=re.DOTALL))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 0; 1 with one line on stderr when a run failed."""
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="table, sensitivity, fronts, study; none: all")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the table; the study takes half as many")
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    parser.add_argument("--work", type=Path, default=Path(".cache/multi_reward"), help="working folders and runs")
+    parser.add_argument("--draw", action="store_true", help="run nothing: report and pictures from the kept numbers")
+    parser.add_argument("--out", type=Path, default=PAGE, help="the report; the numbers go beside it")
+    options = parser.parse_args(argv)
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    kept = options.out.with_suffix(".json")
+    numbers = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {"machine": {}, "parts": {}}
+    transformers_logging.disable_progress_bar()
+    try:
+        for part in () if options.draw else options.parts or PARTS:
+            where = machine()
+            found = PARTS[part](lambda jobs: make(jobs, options.work, options.jobs), list(range(options.seeds)))
+            numbers["machine"][part], numbers["parts"][part] = where, found
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(numbers, separators=(",", ":")) + "\n", encoding="utf-8")
+    except (UserError, RuntimeError) as error:
+        print(f"{COMMAND}: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    show(numbers, options.out, IMAGES)
+    into_readme(numbers, README)
+    print(f"report: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Which runs each part of the report is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from alignment.dial import grid
+from benchmarks.multi_reward.methods import METHODS, SOUPS
+from benchmarks.multi_reward.runs import GRID, Job
+from benchmarks.multi_reward.triconflict import REWARDS
+
+FULL = [name for name, method in METHODS.items() if not method.ablation]
+FRONT_SEEDS = 2
+GRID_SEEDS = 3
+
+
+def _module(**settings: Any) -> dict[str, Any]:
+    return {"model": {"init_args": settings}}
+
+
+def _scaled(name: str) -> dict[str, Any]:
+    return _module(rewards={name: {"args": {"scale": 6.0}}})
+
+
+CELLS: dict[str, Mapping[str, Any]] = {
+    **{f"{name} reward x 6": _scaled(name) for name in REWARDS},
+    **{f"{name} weight x 0.5": _module(rewards={name: {"weight": 0.5}}) for name in REWARDS},
+    "lr x 0.8": _module(optim={"lr": 0.8e-3}),
+    "lr x 1.2": _module(optim={"lr": 1.2e-3}),
+    "beta + 0.05": _module(kl={"coefficient": 0.07}),
+    "beta 0": _module(kl={"coefficient": 0.0}),
+}
+"""The grid of the sensitivity: one setting changed at a time. Beta is 0.02; less by 0.05 is 0."""
+
+STUDY: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "heads step with the trunk": ("decoupled", _module(heads={"every": 1})),
+    "heads at a third of the rate instead": ("decoupled", _module(heads={"between": "rate"})),
+    "no KL of the heads' own": ("decoupled", _module(heads={"kl": 0.0})),
+    "KL of the heads' own 0.1": ("decoupled", _module(heads={"kl": 0.1})),
+    "rank 4": ("decoupled", _module(heads={"rank": 4})),
+    "rank 64": ("decoupled", _module(heads={"rank": 64})),
+    "heads not scaled": ("decoupled", _module(heads={"scaled": False})),
+    "fusion temperature 0.3": ("decoupled", _module(fusion={"temperature": 0.3})),
+    "no bonus for even fusion": ("decoupled", _module(fusion={"entropy": 0.0})),
+    "linear pool": ("decoupled", _module(fusion={"pool": "linear"})),
+    "isolation: block": ("decoupled", _module(isolation={"mode": "block"})),
+    "isolation: scale": ("decoupled", _module(isolation={"mode": "scale"})),
+    "isolation: gradvac": ("decoupled", _module(isolation={"mode": "gradvac"})),
+    "isolation: gate": ("decoupled", _module(isolation={"mode": "gate"})),
+}
+"""DecoupledPO with one thing changed."""
+
+
+def table_jobs(seeds: Sequence[int]) -> list[Job]:
+    return [Job(name=f"{method}-{seed}", method=method, seed=seed) for seed in seeds for method in METHODS]
+
+
+def grid_jobs() -> list[Job]:
+    cells = list(CELLS.items())
+    return [
+        Job(name=f"{method}-cell{i}-{seed}", method=method, seed=seed, changes=changes)
+        for seed in range(GRID_SEEDS)
+        for i, (_, changes) in enumerate(cells)
+        for method in FULL
+        if method != SOUPS
+    ]
+
+
+def study_jobs(seeds: Sequence[int]) -> list[Job]:
+    return [
+        Job(name=f"study{i}-{seed}", method=method, seed=seed, changes=changes)
+        for seed in seeds
+        for i, (method, changes) in enumerate(STUDY.values())
+    ]
+
+
+TRAINED_FRONTS = ("grpo", "gdpo")
+
+
+def front_jobs() -> list[Job]:
+    """A run for each preference; of DecoupledPO one run, its dial turned at the end."""
+    dial = {"class_path": "callbacks.PreferenceDial", "init_args": {"steps": GRID}}
+    jobs = []
+    for seed in range(FRONT_SEEDS):
+        turned = {"trainer": {"callbacks": [dial]}}
+        jobs.append(Job(name=f"dial-{seed}", method="decoupled", seed=seed, changes=turned))
+        for i, weights in enumerate(grid(REWARDS, GRID)):
+            changes = _module(rewards={name: {"weight": weight} for name, weight in weights.items()})
+            jobs += [Job(name=f"{m}-front{i}-{seed}", method=m, seed=seed, changes=changes) for m in TRAINED_FRONTS]
+    return jobs

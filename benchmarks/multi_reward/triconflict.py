@@ -1,0 +1,127 @@
+"""TriConflict: three rewards that cannot all be had, on a task a 100,000-parameter model learns in seconds.
+
+    prompt      2 to 4 symbols and `>`: easy, medium, hard, 7 : 2 : 1 in every batch       a f b >
+    task        the symbols in reverse, then the end, within 12 tokens                     b f a <eos>
+    accuracy    share of the symbols in their places                                       hard to move
+    sentiment   min(1, polite words / 4)                                                   trivial to move
+    efficiency  1 / (1 + ln tokens), the end counted                                       small in spread, trivial
+    all three   halved for a completion without its end
+
+Polite words (p1, p2) cost length, and length is what accuracy needs. Demonstrations of the base model get every second
+symbol wrong, and hold fillers (f) and polite words. Twelve symbols (a to l) so that 256 held-out completions are of 128
+prompts that no run trains on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import product
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.online.bench import write_lines
+
+SYMBOLS, POLITE, FILLER, ASK = "abcdefghijkl", ("p1", "p2"), "f0", ">"
+SPECIALS = ("<pad>", "<bos>", "<eos>")
+STRATA = {"easy": 2, "medium": 3, "hard": 4}
+HELD_OUT = {"easy": 90, "medium": 26, "hard": 12}
+TRAINING = {"easy": 54, "medium": 600, "hard": 600}
+LONGEST = 12
+DEMONSTRATIONS = 25_600
+
+REWARDS = ("accuracy", "sentiment", "efficiency")
+LOW = {"accuracy": 0.0, "sentiment": 0.0, "efficiency": 1 / (1 + math.log(LONGEST))}
+HIGH = {"accuracy": 1.0, "sentiment": 1.0, "efficiency": 1 / (1 + math.log(3))}
+"""What counts as 0 and as 1: the shortest right answer to an easy prompt is 3 tokens."""
+
+
+# ---------------------------------------------------------------------------------------------------- rewards
+
+
+def _ended(truncated: bool) -> float:
+    return 0.5 if truncated else 1.0
+
+
+def accuracy(completion: str, prompt: str, truncated: bool, scale: float = 1.0) -> float:
+    """Share of the symbols that stand where they should."""
+    asked = [word for word in prompt.split() if word in SYMBOLS]
+    said = [word for word in completion.split() if word in SYMBOLS]
+    right = sum(a == b for a, b in zip(reversed(asked), said, strict=False))
+    return scale * right / len(asked) * _ended(truncated)
+
+
+def sentiment(completion: str, truncated: bool, scale: float = 1.0) -> float:
+    """Polite words, at most four of them."""
+    polite = sum(word in POLITE for word in completion.split())
+    return scale * min(1.0, polite / 4) * _ended(truncated)
+
+
+def efficiency(completion: str, completion_ids: list[int], truncated: bool, scale: float = 1.0) -> float:
+    """Fewer tokens; the end is one."""
+    return scale / (1 + math.log(max(1, len(completion_ids)))) * _ended(truncated)
+
+
+def normalised(name: str, value: float) -> float:
+    """A mean reward on the scale from 0 to 1."""
+    return min(1.0, max(0.0, (value - LOW[name]) / (HIGH[name] - LOW[name])))
+
+
+# ---------------------------------------------------------------------------------------------------- files
+
+
+def write_files(folder: Path) -> None:
+    """`rl.jsonl`, `held_out.jsonl` with a column `difficulty`, `sft.jsonl`; no prompt of the second is in another."""
+    draw = random.Random(0)
+    training, held_out = [], []
+    for name, length in STRATA.items():
+        words = [" ".join(letters) for letters in product(SYMBOLS, repeat=length)]
+        draw.shuffle(words)
+        cut = HELD_OUT[name]
+        held_out += [(name, word) for word in words[:cut]]
+        training += [(name, word) for word in words[cut : cut + TRAINING[name]]]
+    for file, rows in (("rl", training), ("held_out", held_out)):
+        lines = ({"prompt": f"{word} {ASK}", "difficulty": name} for name, word in rows)
+        write_lines(folder / f"{file}.jsonl", lines)
+    pools = {name: [word for kind, word in training if kind == name] for name in STRATA}
+    kinds = draw.choices(list(STRATA), weights=(7, 2, 1), k=DEMONSTRATIONS)
+    asked = [draw.choice(pools[kind]) for kind in kinds]
+    write_lines(folder / "sft.jsonl", ({"prompt": f"{w} {ASK}", "completion": _demonstration(w, draw)} for w in asked))
+
+
+def _demonstration(word: str, draw: random.Random) -> str:
+    said = []
+    for symbol in reversed(word.split()):
+        if draw.random() < 0.2:
+            said.append(FILLER)
+        said.append(draw.choice(SYMBOLS) if draw.random() < 0.5 else symbol)
+    if draw.random() < 0.25:
+        said.insert(0 if draw.random() < 0.5 else len(said), draw.choice(POLITE))
+    return " ".join(said)
+
+
+def write_model(folder: Path) -> None:
+    """A two-layer Llama with random weights, 100,000 parameters, and its tokenizer of 19 words."""
+    vocabulary = {word: i for i, word in enumerate((*SPECIALS, ASK, *SYMBOLS, *POLITE, FILLER))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=FILLER))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pad, bos, eos = SPECIALS
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=pad, bos_token=bos, eos_token=eos)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,157 @@
+"""benchmarks.multi_reward: rewards and scores by hand, configurations, the collapse counted, a small run of it all."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alignment.dial import grid
+from benchmarks.multi_reward import collapse, plan, report, runs, scores, triconflict
+from benchmarks.multi_reward.methods import METHODS, configuration
+from benchmarks.multi_reward.triconflict import accuracy, efficiency, normalised, sentiment
+from benchmarks.online.bench import read_lines
+
+
+def test_rewards_by_hand() -> None:
+    asked = "a f b >"
+    assert accuracy("b f a", asked, False) == 1
+    assert accuracy("b a f", asked, False) == pytest.approx(1 / 3)
+    assert accuracy("p1 b f0 f a p2", asked, False) == 1  # polite words and fillers move no symbol
+    assert accuracy("b f a b", asked, True) == 0.5
+    assert accuracy("", asked, False) == 0
+    assert sentiment("p1 a p2", False) == 0.5
+    assert sentiment("p1 p1 p2 p2 p1", False) == 1
+    assert sentiment("p1 p1 p2 p2", True, scale=6) == 3
+    assert efficiency("b f a", [1, 2, 3, 4], False) == pytest.approx(0.419060, abs=1e-6)
+    assert efficiency("", [], False) == 1
+    assert efficiency("a", [1] * 12, True) == pytest.approx(0.286952 / 2, abs=1e-6)
+
+
+def test_the_scale_of_a_reward() -> None:
+    assert normalised("efficiency", 1 / (1 + math.log(3))) == 1
+    assert normalised("efficiency", 1 / (1 + math.log(12))) == 0
+    assert normalised("efficiency", 0.1) == 0
+    assert normalised("accuracy", 0.25) == 0.25
+
+
+def test_files(tmp_path: Path) -> None:
+    triconflict.write_files(tmp_path)
+    training, held_out, sft = ([*read_lines(tmp_path / f"{name}.jsonl")] for name in ("rl", "held_out", "sft"))
+    assert [sum(row["difficulty"] == name for row in held_out) for name in triconflict.STRATA] == [90, 26, 12]
+    unseen = {row["prompt"] for row in held_out}
+    assert len(unseen) == 128
+    assert not unseen & {row["prompt"] for row in training + sft}
+    for row in training:
+        assert len(row["prompt"].split()) == triconflict.STRATA[row["difficulty"]] + 1
+    # every second symbol is right by chance or by the draw: 1/2 + 1/2 * 1/12
+    said = [accuracy(row["completion"], row["prompt"], False) for row in sft]
+    assert sum(said) / len(said) == pytest.approx(0.5 + 0.5 / 12, abs=0.01)
+
+
+def test_golden_scores() -> None:
+    """G-MET."""
+    curve = [0.1, 0.3, 0.5, 0.4, 0.6, 0.2, 0.5, 0.7]
+    found = scores.stability(curve)
+    assert found["drawdown"] == pytest.approx(0.4)
+    assert found["iqr"] == pytest.approx(0.15)
+    assert found["cvar"] == pytest.approx(0.4)  # the worst of eight
+    assert found["collapsed"] == 0
+    assert scores.stability([0.5, 1.0, 0.79])["collapsed"] == 1
+    assert scores.iqm([0.2, 0.5, 0.55, 0.6, 0.62, 0.64, 0.7, 0.95]) == pytest.approx(0.6025)
+    assert scores.iqm([3.0]) == 3
+    assert scores.iqm([1.0, 2.0, 6.0]) == pytest.approx((0.25 * 1 + 2 + 0.25 * 6) / 1.5)
+    found = scores.overall((0.8, 0.5, 0.4))
+    assert (found["am"], found["gm"], found["min"]) == pytest.approx((5.66667, 5.42884, 4.0), abs=1e-5)
+    assert scores.sensitivity([[0.9, 0.5, 0.3], [0.4, 0.8, 0.6]]) == pytest.approx(0.2)
+    assert scores.within([1.0, 0.5, 0.9]) == pytest.approx(0.2)
+    assert scores.within([0.0, 0.0]) == 0
+
+
+def test_classes() -> None:
+    assert [scores.stability_class(*pair) for pair in ((0.05, 0), (0.05, 0.1), (0.15, 0.1), (0.16, 0), (0.1, 0.2))] == [
+        "high",
+        "medium",
+        "medium",
+        "low",
+        "low",
+    ]
+    assert [scores.sensitivity_class(phi) for phi in (0.05, 0.15, 0.16)] == ["low", "medium", "high"]
+
+
+def test_chance_alone() -> None:
+    assert scores.seed_noise([2.0, 2.0, 2.0], cells=11, per_cell=3) == 0
+    assert 0 < scores.seed_noise([1.0, 2.0, 3.0], cells=11, per_cell=3) < 0.5
+    assert scores.interval([4.0] * 5) == (4, 4)
+    assert scores.paired({0: 1.0, 1: 2.0, 2: 9.0}, {0: 0.5, 1: 1.5}) == (0.5, 0.5, 0.5)
+
+
+def test_the_collapse_is_counted() -> None:
+    """G-CNT."""
+    sizes = collapse.SIZES
+    assert [collapse.distinct("GRPO", 2, size) for size in sizes] == [2, 4, 7, 11, 16, 22, 29, 37, 46, 56]
+    assert [collapse.distinct("GRPO, no std", 2, size) for size in sizes] == [3, 6, 10, 15, 21, 28, 36, 45, 55, 66]
+    assert [collapse.distinct("GDPO", 2, size) for size in sizes] == [3, 6, 14, 26, 38, 59, 81, 109, 145, 186]
+
+
+def test_configurations() -> None:
+    base = yaml.safe_load((Path(runs.__file__).parent / "base.yaml").read_text())
+    for method in METHODS.values():
+        config = configuration(base, method, {"model": {"init_args": {"optim": {"lr": 0.5}}}})
+        assert config["model"]["class_path"] == f"modules.{method.module}"
+        assert config["model"]["init_args"]["optim"]["lr"] == 0.5
+        assert config["model"]["init_args"]["optim"]["clip_norm"] == 1
+        assert set(config["model"]["init_args"]["rewards"]) == set(triconflict.REWARDS)
+    assert base["model"]["init_args"]["optim"]["lr"] == 1e-3
+
+
+def test_every_run_has_a_name_of_its_own() -> None:
+    jobs = [*plan.table_jobs(range(10)), *plan.grid_jobs(), *plan.study_jobs(range(5)), *plan.front_jobs()]
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert len(plan.CELLS) == 10
+
+
+def numbers(seed: int, values: list[tuple[float, float, float]]) -> dict[str, object]:
+    columns = zip(*values, strict=True)
+    rewards = {name: list(column) for name, column in zip(triconflict.REWARDS, columns, strict=True)}
+    return {"seed": seed, "rewards": rewards, "cpu_seconds": 2.0, "seconds": 2.0, "curves": {}}
+
+
+def test_a_row_by_hand() -> None:
+    high = triconflict.HIGH["efficiency"]
+    run = numbers(0, [(0.0, 0.0, 0.0), (0.5, 0.5, high), (1.0, 1.0, high), (0.5, 0.25, high)])
+    assert report.result(run) == pytest.approx([0.75, 0.625, 1.0])
+    assert report.score(run) == pytest.approx(10 * (0.75 * 0.625) ** (1 / 3))
+    row = report.Row([run], {"cell": [numbers(0, [(1.0, 1.0, high)] * 2)]})
+    # the curve is 0, .25^(1/3), 1, .125^(1/3) = .5
+    assert row.steady["drawdown"] == pytest.approx(0.5)
+    assert row.stability == "low"
+    plain = 10 * (0.75 * 0.625) ** (1 / 3)
+    assert row.phi == pytest.approx((10 - (10 + plain) / 2) / 10)
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    kept = Path("reports/multi_reward.json")
+    inner = Path("README.md").read_text().split("<!-- multi_reward -->\n")[1].split("\n<!-- end -->")[0]
+    assert inner == report.readme_table(json.loads(kept.read_text())["parts"])
+
+
+@pytest.mark.parametrize("method", ["grpo", "decoupled", "soups"])
+def test_a_short_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two batches from random weights, by the ordinary command line."""
+    task = tmp_path / "task"
+    task.mkdir()
+    triconflict.write_files(task)
+    triconflict.write_model(task / "base")
+    monkeypatch.setattr(runs, "prepare", lambda work: None)
+    short = {"trainer": {"max_steps": 4, "val_check_interval": 1}}
+    monkeypatch.setattr(runs, "STRIDE", 2)
+    (tmp_path / "numbers").mkdir()
+    name = runs._Make(tmp_path)(runs.Job(name="short", method=method, seed=0, changes=short))
+    found = json.loads((tmp_path / "numbers" / f"{name}.json").read_text())
+    assert {len(values) for values in found["rewards"].values()} == {2}
+    if method == "soups":
+        assert [point["weights"] for point in found["dial"]] == grid(triconflict.REWARDS, runs.GRID)
