@@ -4,6 +4,10 @@
     sensitivity  every method over a grid of settings, three seeds             240 runs
     fronts       what a grid of preferences gives, by training and by a dial    62 runs
     study        DecoupledPO with one thing changed                             70 runs
+    language     the table again with a language model, three seeds             45 runs
+
+The last needs `--model FOLDER`, the TinyStories model (shared data of the project, or
+huggingface.co/karpathy/tinyllamas, stories260K).
 
 Without a part all of them. A run takes about 15 s of one CPU core; two go side by side. What is finished is kept in the
 working folder, so a second call goes on where the first one ended. Numbers go to reports/multi_reward.json, tables to
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +29,10 @@ from transformers.utils import logging as transformers_logging
 
 from alignment.cli_errors import one_line
 from alignment.errors import UserError
-from benchmarks.multi_reward import collapse, plan, report
+from benchmarks.multi_reward import collapse, plan, report, support
 from benchmarks.multi_reward.methods import METHODS, SOUPS
 from benchmarks.multi_reward.runs import Job, make
+from benchmarks.multi_reward.tasks import TASKS
 from benchmarks.online.bench import machine
 from benchmarks.online.report import put_block
 
@@ -90,11 +96,18 @@ def measure_fronts(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) 
     return fronts
 
 
+def measure_language(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    found = run(plan.language_jobs())
+    some = range(plan.LANGUAGE_SEEDS)
+    return {m: [_kept(found[f"support-{m}-{seed}"], seed) for seed in some] for m in METHODS}
+
+
 PARTS = {
     "table": measure_table,
     "sensitivity": measure_sensitivity,
     "fronts": measure_fronts,
     "study": measure_study,
+    "language": measure_language,
 }
 
 
@@ -121,6 +134,11 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         block("fronts", [*report.fronts_table(parts), "", "![fronts](../docs/images/multi_reward_fronts.png)"])
     if "study" in parts:
         block("study", report.study_table(parts))
+    if "language" in parts:
+        spoken, names = report.rows_of(parts, "language"), TASKS["support"].rewards
+        lines = [f"{plan.LANGUAGE_SEEDS} seeds.", "", *report.main_table(spoken, ablations=False, rewards=names), ""]
+        lines += [*report.main_table(spoken, ablations=True, rewards=names), ""]
+        block("language", [*lines, *report.paired_lines(spoken, "decoupled", list(spoken))])
     collapse.draw(images / "advantage_collapse.png")
 
 
@@ -140,11 +158,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the table; the study takes half as many")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--work", type=Path, default=Path(".cache/multi_reward"), help="working folders and runs")
+    parser.add_argument("--model", type=Path, help="folder of the TinyStories model, for language")
     parser.add_argument("--draw", action="store_true", help="run nothing: report and pictures from the kept numbers")
     parser.add_argument("--out", type=Path, default=PAGE, help="the report; the numbers go beside it")
     options = parser.parse_args(argv)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.model is not None:
+        os.environ[support.MODEL] = str(options.model.resolve())
     kept = options.out.with_suffix(".json")
     numbers = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {"machine": {}, "parts": {}}
     transformers_logging.disable_progress_bar()

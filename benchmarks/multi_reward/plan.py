@@ -8,8 +8,9 @@ from typing import Any
 from alignment.dial import grid
 from benchmarks.multi_reward.methods import METHODS, SOUPS
 from benchmarks.multi_reward.runs import GRID, Job
-from benchmarks.multi_reward.triconflict import REWARDS
+from benchmarks.multi_reward.tasks import TASKS
 
+REWARDS = TASKS["triconflict"].rewards
 FULL = [name for name, method in METHODS.items() if not method.ablation]
 FRONT_SEEDS = 2
 GRID_SEEDS = 3
@@ -20,7 +21,8 @@ def _module(**settings: Any) -> dict[str, Any]:
 
 
 def _scaled(name: str) -> dict[str, Any]:
-    return _module(rewards={name: {"args": {"scale": 6.0}}})
+    args = {"reward": name, "factor": 6.0}
+    return _module(rewards={name: {"reward": "benchmarks.multi_reward.triconflict.Scaled", "args": args}})
 
 
 CELLS: dict[str, Mapping[str, Any]] = {
@@ -72,6 +74,17 @@ def study_jobs(seeds: Sequence[int]) -> list[Job]:
         Job(name=f"study{i}-{seed}", method=method, seed=seed, changes=changes)
         for seed in seeds
         for i, (method, changes) in enumerate(STUDY.values())
+    ]
+
+
+LANGUAGE_SEEDS = 3
+
+
+def language_jobs() -> list[Job]:
+    return [
+        Job(name=f"support-{method}-{seed}", method=method, seed=seed, task="support")
+        for seed in range(LANGUAGE_SEEDS)
+        for method in METHODS
     ]
 
 

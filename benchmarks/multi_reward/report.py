@@ -14,18 +14,27 @@ from alignment.pareto import expected_utility, hypervolume, on_front
 from benchmarks.multi_reward import scores
 from benchmarks.multi_reward.methods import METHODS
 from benchmarks.multi_reward.runs import GRID
-from benchmarks.multi_reward.triconflict import REWARDS, normalised
+from benchmarks.multi_reward.tasks import TASKS, Task
 from benchmarks.online.bench import table
 
 TITLE = "# Several rewards at once: TriConflict\n"
+
+TRICONFLICT = TASKS["triconflict"]
+REWARDS = TRICONFLICT.rewards
 
 Numbers = Mapping[str, Any]
 """Of one run: `rewards`: name -> mean at every evaluation; `seed`; `seconds`."""
 
 
+def task_of(numbers: Numbers) -> Task:
+    """The task whose rewards these are."""
+    return next(task for task in TASKS.values() if set(task.rewards) == set(numbers["rewards"]))
+
+
 def shares(numbers: Numbers) -> list[list[float]]:
     """At every evaluation, each reward on the scale from 0 to 1."""
-    columns = [[normalised(name, value) for value in numbers["rewards"][name]] for name in REWARDS]
+    task = task_of(numbers)
+    columns = [[task.normalised(name, value) for value in numbers["rewards"][name]] for name in task.rewards]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
@@ -68,28 +77,19 @@ class Row:
         return "" if self.phi is None else f"{scores.sensitivity_class(self.phi)} ({self.phi:.3f})"
 
 
-def rows_of(numbers: Mapping[str, Any]) -> dict[str, Row]:
-    """Method -> its row, from the parts `table` and `sensitivity` of the numbers."""
-    cells = numbers.get("sensitivity", {})
-    return {method: Row(runs, cells.get(method)) for method, runs in numbers["table"].items()}
+def rows_of(numbers: Mapping[str, Any], part: str = "table") -> dict[str, Row]:
+    """Method -> its row, from a part of the numbers, and from the part `sensitivity` for the table."""
+    cells = numbers.get("sensitivity", {}) if part == "table" else {}
+    return {method: Row(runs, cells.get(method)) for method, runs in numbers[part].items()}
 
 
 # ------------------------------------------------------------------------------------------------- tables
 
-HEAD = [
-    "method",
-    "overall (geometric)",
-    "95 %",
-    "arithmetic",
-    "least",
-    *REWARDS,
-    "stability",
-    "sensitivity",
-    "CPU s",
-]
+HEAD = ["method", "overall (geometric)", "95 %", "arithmetic", "least"]
 
 
-def main_table(rows: Mapping[str, Row], ablations: bool) -> list[str]:
+def main_table(rows: Mapping[str, Row], ablations: bool, rewards: Sequence[str] = REWARDS) -> list[str]:
+    """Best first."""
     chosen = {m: row for m, row in rows.items() if METHODS[m].ablation == ablations}
     lines = []
     for method, row in sorted(chosen.items(), key=lambda item: -item[1].gm):
@@ -107,7 +107,7 @@ def main_table(rows: Mapping[str, Row], ablations: bool) -> list[str]:
                 f"{row.seconds:.0f}",
             ]
         )
-    return table(HEAD, lines)
+    return table([*HEAD, *rewards, "stability", "sensitivity", "CPU s"], lines)
 
 
 def readme_table(numbers: Mapping[str, Any]) -> str:
@@ -185,7 +185,7 @@ def study_table(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def front_of(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
-    return [tuple(normalised(name, point["rewards"][name]) for name in REWARDS) for point in points]
+    return [tuple(TRICONFLICT.normalised(name, point["rewards"][name]) for name in REWARDS) for point in points]
 
 
 def fronts_table(numbers: Mapping[str, Any]) -> list[str]:

@@ -14,50 +14,47 @@ import torch
 import yaml
 
 from alignment.dial import grid
-from alignment.export import export
 from alignment.soup import soup
-from benchmarks.multi_reward import triconflict
 from benchmarks.multi_reward.methods import METHODS, SOUPS, configuration, laid_over
-from benchmarks.multi_reward.triconflict import REWARDS
+from benchmarks.multi_reward.tasks import TASKS, Task
 from benchmarks.online.bench import Run, alignment, working_in
 
-HERE = Path(__file__).resolve().parent
 EXPERIMENT = "multi_reward"
-STRIDE = 20
-"""Optimizer steps between two evaluations: 10 batches, each used twice."""
 GRID = 4
 """Preferences of the fronts are multiples of 1 / 4."""
-CURVES = ("adv/distinct", "completions/mean_length", *(f"adv/{k}/{n}" for k in ("zero_std", "corr") for n in REWARDS))
+CURVES = ("adv/distinct", "completions/mean_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run. Args:
-    name: of its file of numbers. changes: laid over the method's configuration.
+    name: of its file of numbers. changes: laid over the method's configuration. task: key of `TASKS`.
     """
 
     name: str
     method: str
     seed: int
+    task: str = "triconflict"
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def prepare(work: Path) -> None:
-    """The task's files and the base model, in `work`/task."""
-    task = work / "task"
-    if (task / "base").is_dir():
-        return
-    with working_in(task):
-        torch.set_num_threads(1)
-        triconflict.write_files(Path())
-        triconflict.write_model(Path("start"))
-        fit = alignment("fit", str(HERE / "sft"), "sft", experiment=EXPERIMENT)
-        export(fit.checkpoint, Path("base"), force=True)
+def prepare(task: Task, work: Path) -> None:
+    """The task's files and the base model, in `work`/NAME-task."""
+    folder = _files(work, task)
+    if not (folder / "base").is_dir():
+        with working_in(folder):
+            torch.set_num_threads(1)
+            task.prepare()
+
+
+def _files(work: Path, task: Task) -> Path:
+    return work / f"{task.config}-task"
 
 
 def make(jobs: Sequence[Job], work: Path, processes: int) -> dict[str, dict[str, Any]]:
     """Name -> numbers of each job, from `work`/numbers where it is done. Raises RuntimeError when a run failed."""
-    prepare(work)
+    for task in {job.task for job in jobs}:
+        prepare(TASKS[task], work)
     (work / "numbers").mkdir(parents=True, exist_ok=True)
     missing = [job for job in jobs if not _numbers(work, job.name).exists()]
     if missing:
@@ -80,11 +77,12 @@ class _Make:
 
     def __call__(self, job: Job) -> str:
         torch.set_num_threads(1)  # the matrices are too small to share
-        with working_in(self.work / f"process-{os.getpid()}"):
-            for file in ("base", "rl.jsonl", "held_out.jsonl"):
+        task = TASKS[job.task]
+        with working_in(self.work / f"{job.task}-{os.getpid()}"):
+            for file in task.files:
                 if not Path(file).exists():
-                    Path(file).symlink_to(self.work / "task" / file)
-            found = _soups(job) if job.method == SOUPS else _numbers_of(_fit(job, job.name))
+                    Path(file).symlink_to(_files(self.work, task) / file)
+            found = _soups(job, task) if job.method == SOUPS else _numbers_of(_fit(job, job.name), job)
         path = _numbers(self.work, job.name)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
@@ -93,40 +91,44 @@ class _Make:
 
 
 def _fit(job: Job, name: str, more: Mapping[str, Any] | None = None) -> Run:
-    config = laid_over(configuration(_base(), METHODS[job.method], job.changes), more or {})
+    config = laid_over(configuration(_base(TASKS[job.task]), METHODS[job.method], job.changes), more or {})
     Path(f"{name}.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return alignment("fit", str(Path(name).resolve()), name, f"--seed_everything={job.seed}", experiment=EXPERIMENT)
 
 
-def _numbers_of(run: Run) -> dict[str, Any]:
-    """Mean rewards at every evaluation, curves of what is logged while training, cost."""
+def _numbers_of(run: Run, job: Job) -> dict[str, Any]:
+    """Mean rewards at every evaluation, in the task's own scale, curves of what is logged while training, cost."""
+    task = TASKS[job.task]
+    given = job.changes.get("model", {}).get("init_args", {}).get("rewards", {})
+    scales = {name: given.get(name, {}).get("args", {}).get("factor", 1.0) for name in task.rewards}
     dial = run.folder / "dial.json"
+    names = [*CURVES, *(f"adv/{kind}/{name}" for kind in ("zero_std", "corr") for name in task.rewards)]
     return {
-        "rewards": {name: [value for _, value in run.curve(f"val/rewards/{name}/mean")] for name in REWARDS},
-        "curves": {name: curve for name in CURVES if (curve := run.curve(name))},
+        "rewards": {n: [v / scales[n] for _, v in run.curve(f"val/rewards/{n}/mean")] for n in task.rewards},
+        "curves": {name: curve for name in names if (curve := run.curve(name))},
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
         "dial": json.loads(dial.read_text(encoding="utf-8")) if dial.exists() else None,
     }
 
 
-def _soups(job: Job) -> dict[str, Any]:
+def _soups(job: Job, task: Task) -> dict[str, Any]:
     """One run for each reward; their mean weights at every evaluation, and other mixtures of their ends."""
-    saving = {"class_path": "callbacks.Checkpoint", "init_args": {"every_n_train_steps": STRIDE, "save_top_k": -1}}
+    saving = {"class_path": "callbacks.Checkpoint", "init_args": {"every_n_train_steps": task.stride, "save_top_k": -1}}
     runs = {}
-    for name in REWARDS:
-        alone = {other: {"weight": float(other == name)} for other in REWARDS}
+    for name in task.rewards:
+        alone = {other: {"weight": float(other == name)} for other in task.rewards}
         changes = {"model": {"init_args": {"rewards": alone}}, "trainer": {"callbacks": [saving]}}
         runs[name] = _fit(job, f"{job.name}-{name}", changes)
-    steps = [step for step, _ in next(iter(runs.values())).curve("val/rewards/accuracy/mean")]
-    shares = [1 / len(REWARDS)] * len(REWARDS)
-    rewards: dict[str, list[float]] = {name: [] for name in REWARDS}
-    for step in steps:
-        for name, value in _taste(job, runs, 2 * step, shares).items():
+    evaluations = len(next(iter(runs.values())).curve(f"val/rewards/{task.rewards[0]}/mean"))
+    shares = [1 / len(task.rewards)] * len(task.rewards)
+    rewards: dict[str, list[float]] = {name: [] for name in task.rewards}
+    for number in range(1, evaluations + 1):
+        for name, value in _taste(job, task, runs, number * task.stride, shares).items():
             rewards[name].append(value)
     points = [
-        {"weights": weights, "rewards": _taste(job, runs, 2 * steps[-1], list(weights.values()))}
-        for weights in grid(REWARDS, GRID)
+        {"weights": weights, "rewards": _taste(job, task, runs, evaluations * task.stride, list(weights.values()))}
+        for weights in grid(task.rewards, GRID)
     ]
     return {
         "rewards": rewards,
@@ -137,16 +139,16 @@ def _soups(job: Job) -> dict[str, Any]:
     }
 
 
-def _taste(job: Job, runs: Mapping[str, Run], step: int, shares: Sequence[float]) -> dict[str, float]:
+def _taste(job: Job, task: Task, runs: Mapping[str, Run], step: int, shares: Sequence[float]) -> dict[str, float]:
     """Mean rewards of a mixture of checkpoints."""
     sources = [next((run.folder / "checkpoints").glob(f"*step={step}.ckpt")) for run in runs.values()]
     soup(sources, "soup", shares, force=True)
-    config = configuration(_base(), METHODS[job.method], {"model": {"init_args": {"policy": {"name": "soup"}}}})
+    config = configuration(_base(task), METHODS[job.method], {"model": {"init_args": {"policy": {"name": "soup"}}}})
     Path("soup.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     run = alignment("validate", str(Path("soup").resolve()), f"{job.name}-{step}-{shares}", experiment=EXPERIMENT)
-    return {name: run.last(f"val/rewards/{name}/mean") for name in REWARDS}
+    return {name: run.last(f"val/rewards/{name}/mean") for name in task.rewards}
 
 
-def _base() -> dict[str, Any]:
-    base: dict[str, Any] = yaml.safe_load((HERE / "base.yaml").read_text(encoding="utf-8"))
+def _base(task: Task) -> dict[str, Any]:
+    base: dict[str, Any] = yaml.safe_load(task.yaml.read_text(encoding="utf-8"))
     return base

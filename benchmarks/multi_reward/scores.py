@@ -8,8 +8,8 @@
 
 Classes: stability is high with a mean drawdown of at most .05 and no collapse, medium up to .15 and one collapse in
 ten, else low; sensitivity is low up to .05, medium up to .15, else high. Over seeds: the interquartile mean, and a
-bootstrap of it. The measures of stability are those of Chan et al. 2020 (1912.05663), those over seeds of Agarwal et al.
-2021 (2108.13264).
+bootstrap of it. The measures of stability are those of Chan et al. 2020 (1912.05663), those over seeds of Agarwal et
+al. 2021 (2108.13264).
 """
 
 from __future__ import annotations

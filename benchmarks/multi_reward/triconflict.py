@@ -23,8 +23,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.online.bench import write_lines
+from alignment.export import export
+from benchmarks.online.bench import alignment, write_lines
 
+EXPERIMENT = "multi_reward"
 SYMBOLS, POLITE, FILLER, ASK = "abcdefghijkl", ("p1", "p2"), "f0", ">"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 STRATA = {"easy": 2, "medium": 3, "hard": 4}
@@ -33,7 +35,6 @@ TRAINING = {"easy": 54, "medium": 600, "hard": 600}
 LONGEST = 12
 DEMONSTRATIONS = 25_600
 
-REWARDS = ("accuracy", "sentiment", "efficiency")
 LOW = {"accuracy": 0.0, "sentiment": 0.0, "efficiency": 1 / (1 + math.log(LONGEST))}
 HIGH = {"accuracy": 1.0, "sentiment": 1.0, "efficiency": 1 / (1 + math.log(3))}
 """What counts as 0 and as 1: the shortest right answer to an easy prompt is 3 tokens."""
@@ -46,28 +47,38 @@ def _ended(truncated: bool) -> float:
     return 0.5 if truncated else 1.0
 
 
-def accuracy(completion: str, prompt: str, truncated: bool, scale: float = 1.0) -> float:
+def accuracy(completion: str, prompt: str, truncated: bool) -> float:
     """Share of the symbols that stand where they should."""
     asked = [word for word in prompt.split() if word in SYMBOLS]
     said = [word for word in completion.split() if word in SYMBOLS]
     right = sum(a == b for a, b in zip(reversed(asked), said, strict=False))
-    return scale * right / len(asked) * _ended(truncated)
+    return right / len(asked) * _ended(truncated)
 
 
-def sentiment(completion: str, truncated: bool, scale: float = 1.0) -> float:
+def sentiment(completion: str, truncated: bool) -> float:
     """Polite words, at most four of them."""
     polite = sum(word in POLITE for word in completion.split())
-    return scale * min(1.0, polite / 4) * _ended(truncated)
+    return min(1.0, polite / 4) * _ended(truncated)
 
 
-def efficiency(completion: str, completion_ids: list[int], truncated: bool, scale: float = 1.0) -> float:
+def efficiency(completion: str, completion_ids: list[int], truncated: bool) -> float:
     """Fewer tokens; the end is one."""
-    return scale / (1 + math.log(max(1, len(completion_ids)))) * _ended(truncated)
+    return 1 / (1 + math.log(max(1, len(completion_ids)))) * _ended(truncated)
 
 
-def normalised(name: str, value: float) -> float:
-    """A mean reward on the scale from 0 to 1."""
-    return min(1.0, max(0.0, (value - LOW[name]) / (HIGH[name] - LOW[name])))
+class Scaled:
+    """One of the three, `factor` times as large: what a badly chosen unit does."""
+
+    def __init__(self, reward: str, factor: float) -> None:
+        self.reward, self.factor = reward, factor
+
+    def __call__(self, completion: str, prompt: str, completion_ids: list[int], truncated: bool) -> float:
+        values = {
+            "accuracy": lambda: accuracy(completion, prompt, truncated),
+            "sentiment": lambda: sentiment(completion, truncated),
+            "efficiency": lambda: efficiency(completion, completion_ids, truncated),
+        }
+        return self.factor * values[self.reward]()
 
 
 # ---------------------------------------------------------------------------------------------------- files
@@ -125,3 +136,11 @@ def write_model(folder: Path) -> None:
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def prepare() -> None:
+    """The task's files and the base model, in the current folder."""
+    write_files(Path())
+    write_model(Path("start"))
+    fit = alignment("fit", str(Path(__file__).with_name("triconflict_sft")), "sft", experiment=EXPERIMENT)
+    export(fit.checkpoint, Path("base"), force=True)

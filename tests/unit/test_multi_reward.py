@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from alignment.dial import grid
-from benchmarks.multi_reward import collapse, plan, report, runs, scores, triconflict
+from benchmarks.multi_reward import collapse, plan, report, runs, scores, support, triconflict
 from benchmarks.multi_reward.methods import METHODS, configuration
-from benchmarks.multi_reward.triconflict import accuracy, efficiency, normalised, sentiment
+from benchmarks.multi_reward.tasks import TASKS
+from benchmarks.multi_reward.triconflict import accuracy, efficiency, sentiment
 from benchmarks.online.bench import read_lines
 
 
@@ -25,13 +27,25 @@ def test_rewards_by_hand() -> None:
     assert accuracy("", asked, False) == 0
     assert sentiment("p1 a p2", False) == 0.5
     assert sentiment("p1 p1 p2 p2 p1", False) == 1
-    assert sentiment("p1 p1 p2 p2", True, scale=6) == 3
+    assert triconflict.Scaled("sentiment", 6)("p1 p1 p2 p2", asked, [1] * 12, True) == 3
     assert efficiency("b f a", [1, 2, 3, 4], False) == pytest.approx(0.419060, abs=1e-6)
     assert efficiency("", [], False) == 1
     assert efficiency("a", [1] * 12, True) == pytest.approx(0.286952 / 2, abs=1e-6)
 
 
+def test_rewards_of_the_support_world_by_hand() -> None:
+    row = {"answer": "5 years", "attribute": "warranty"}
+    assert support.professionalism("It has a warranty of 5 years.", row) == 1
+    assert support.professionalism("5 years.", row) == 0.5  # right, but no sentence
+    assert support.professionalism("It has a warranty of 4 years.", row) == 0.5
+    assert support.register("Happy to help! You can return it now. ask me what you like.") == pytest.approx(1 / 3)
+    assert support.register("") == 0
+    assert support.sentiment("Happy to help!") == 3
+    assert support.efficiency([1] * 8) == support.HIGH["efficiency"]
+
+
 def test_the_scale_of_a_reward() -> None:
+    normalised = TASKS["triconflict"].normalised
     assert normalised("efficiency", 1 / (1 + math.log(3))) == 1
     assert normalised("efficiency", 1 / (1 + math.log(12))) == 0
     assert normalised("efficiency", 0.1) == 0
@@ -98,13 +112,13 @@ def test_the_collapse_is_counted() -> None:
 
 
 def test_configurations() -> None:
-    base = yaml.safe_load((Path(runs.__file__).parent / "base.yaml").read_text())
+    base = yaml.safe_load((Path(runs.__file__).parent / "triconflict.yaml").read_text())
     for method in METHODS.values():
         config = configuration(base, method, {"model": {"init_args": {"optim": {"lr": 0.5}}}})
         assert config["model"]["class_path"] == f"modules.{method.module}"
         assert config["model"]["init_args"]["optim"]["lr"] == 0.5
         assert config["model"]["init_args"]["optim"]["clip_norm"] == 1
-        assert set(config["model"]["init_args"]["rewards"]) == set(triconflict.REWARDS)
+        assert set(config["model"]["init_args"]["rewards"]) == set(TASKS["triconflict"].rewards)
     assert base["model"]["init_args"]["optim"]["lr"] == 1e-3
 
 
@@ -116,7 +130,7 @@ def test_every_run_has_a_name_of_its_own() -> None:
 
 def numbers(seed: int, values: list[tuple[float, float, float]]) -> dict[str, object]:
     columns = zip(*values, strict=True)
-    rewards = {name: list(column) for name, column in zip(triconflict.REWARDS, columns, strict=True)}
+    rewards = {name: list(column) for name, column in zip(TASKS["triconflict"].rewards, columns, strict=True)}
     return {"seed": seed, "rewards": rewards, "cpu_seconds": 2.0, "seconds": 2.0, "curves": {}}
 
 
@@ -141,17 +155,23 @@ def test_the_readme_shows_what_was_measured() -> None:
 
 @pytest.mark.parametrize("method", ["grpo", "decoupled", "soups"])
 def test_a_short_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batches from random weights, by the ordinary command line."""
-    task = tmp_path / "task"
+    """Two batches from random weights, by the ordinary command line; one reward six times as large."""
+    task = tmp_path / "triconflict-task"
     task.mkdir()
     triconflict.write_files(task)
     triconflict.write_model(task / "base")
-    monkeypatch.setattr(runs, "prepare", lambda work: None)
-    short = {"trainer": {"max_steps": 4, "val_check_interval": 1}}
-    monkeypatch.setattr(runs, "STRIDE", 2)
+    monkeypatch.setitem(TASKS, "triconflict", replace(TASKS["triconflict"], stride=2))
+    short = {
+        **plan.CELLS["sentiment reward x 6"],
+        "trainer": {"max_steps": 4, "val_check_interval": 1},
+    }
     (tmp_path / "numbers").mkdir()
     name = runs._Make(tmp_path)(runs.Job(name="short", method=method, seed=0, changes=short))
     found = json.loads((tmp_path / "numbers" / f"{name}.json").read_text())
     assert {len(values) for values in found["rewards"].values()} == {2}
+    if method != "soups":
+        logged = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+        raw = [line["val/rewards/sentiment/mean"] for line in logged if "val/reward" in line]
+        assert found["rewards"]["sentiment"] == pytest.approx([value / 6 for value in raw])
     if method == "soups":
-        assert [point["weights"] for point in found["dial"]] == grid(triconflict.REWARDS, runs.GRID)
+        assert [point["weights"] for point in found["dial"]] == grid(TASKS["triconflict"].rewards, runs.GRID)
