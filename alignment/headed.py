@@ -23,6 +23,7 @@ from alignment.advantages import Decoupled, divided
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.experience import REF_LOGPS
+from alignment.fusion_profile import FusionProfile
 from alignment.head_config import BudgetConfig, ColdStartConfig, FusionConfig, HeadsConfig
 from alignment.head_steps import HeadSteps
 from alignment.heads import Headless, Heads, HeadsSpec, lm_head_of, preference
@@ -75,6 +76,7 @@ class HeadedMixin(OnlineMixin):
         dial: K shares of 1, the preference at evaluation; set it with `turn_dial`.
         fusion_entropy: weight of the bonus for even fusion weights; a callback may move it.
         frozen: names of heads that do not step; a callback may change it.
+        profile: adds up fusion weights by place in the completion; a callback may set it.
         only: the name of a head that all batches belong to until it is None again; a callback may change it.
     """
 
@@ -110,6 +112,7 @@ class HeadedMixin(OnlineMixin):
         self.head_steps = HeadSteps(self.heads_config.every, self.heads_config.between)
         self.fusion_entropy = self.fusion_config.entropy
         self.frozen: set[str] = set()
+        self.profile: FusionProfile | None = None
         self.only: str | None = None
         self.kl_skips = 0
         self._own_kl = OwnKL(self.heads_config.kl_every) if self.heads_config.kl else None
@@ -281,6 +284,8 @@ class HeadedMixin(OnlineMixin):
             tokens = (stats.logps.detach(), micro.tokens[REF_LOGPS], micro.scored)
             k3 = token_kl(KL_ESTIMATORS.get("k3"), *tokens).sum()
         self._tally.add(len(routed.alpha), alpha=routed.alpha.sum(0), far=routed.deviation.sum(1), k3=k3)
+        if self.profile is not None:
+            self.profile.add(micro, self.heads.active, routed.alpha)
 
     def update_means(self) -> dict[str, Tensor]:
         """Means over the tokens of the update under way, over all ranks: `alpha`, `far`, `clipped` and `counted` (its

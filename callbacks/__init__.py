@@ -9,6 +9,7 @@ from callbacks.predictions import Predictions
 from callbacks.preference_dial import PreferenceDial
 from callbacks.progress import Progress
 from callbacks.regression_guard import RegressionGuard
+from callbacks.reward_figures import RewardFigures
 from callbacks.samples import Samples
 from callbacks.signals import Signals
 from callbacks.stalled_head import StalledHead
@@ -23,6 +24,7 @@ __all__ = [
     "PreferenceDial",
     "Progress",
     "RegressionGuard",
+    "RewardFigures",
     "Samples",
     "Signals",
     "StalledHead",

@@ -1,0 +1,90 @@
+"""Pictures of several rewards: their numbers by hand, runs of DecoupledPO and GRPO, resume, what cannot be drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from alignment.batches import Group, GroupBatch
+from alignment.errors import UserError
+from alignment.fusion_profile import FusionProfile
+from alignment.reward_history import History, evaluation
+from callbacks import RewardFigures
+from modules import GRPO, DecoupledPO
+from tests.rl_toys import fit, here, odd, online
+
+
+def even(completion: str, completion_ids: list[int]) -> float:
+    return 1 - odd(completion, completion_ids)
+
+
+def test_means_and_correlations_by_hand() -> None:
+    rows = [{"a": 1.0, "b": 0.0, "c": 2.0}, {"a": 2.0, "b": None, "c": 2.0}, {"a": 3.0, "b": 4.0, "c": 2.0}]
+    found = evaluation(7, rows, ["a", "b", "c"])
+    assert found.means == {"a": 2.0, "b": 2.0, "c": 2.0}
+    assert found.correlation[0][1] == found.correlation[1][0] == pytest.approx(1.0)  # of the two that have both
+    assert math.isnan(found.correlation[0][2])  # c does not vary
+    assert math.isnan(evaluation(7, [{"a": None, "b": 1.0}], ["a", "b"]).means["a"])
+
+
+def test_the_hypervolume_of_all_evaluations() -> None:
+    history = History()
+    for step, means in ((10, (0.5, 0.5)), (30, (0.25, 1.0)), (20, (1.0, 0.25)), (20, (0.2, 0.2))):
+        history.add(evaluation(step, [dict(zip("ab", means, strict=True))], ["a", "b"]))
+    assert [e.step for e in history.evaluations] == [10, 20, 30]  # the second 20 replaced the first
+    assert history.hypervolume({"a": 0.0, "b": 0.0}) == pytest.approx(0.5 * 0.5 + 0.25 * 0.5)
+    assert history.hypervolume({"a": 0.25, "b": 0.0}) == pytest.approx(0.25 * 0.5)
+    other = History()
+    other.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert [e.step for e in other.evaluations] == [10, 20, 30]
+    assert other.points(["a", "b"]) == history.points(["a", "b"])
+
+
+def test_fusion_weights_by_place() -> None:
+    """Completions of 4 and 2 tokens, the first token of the second one not scored; bins of two tokens."""
+    groups = [Group(prompt=[1], completions=[[5, 6, 7, 8], [5, 6]], masks=[[1, 1, 1, 1], [0, 1]])]
+    micro = GroupBatch.from_groups(groups)
+    profile = FusionProfile(["a", "b", "c"], bins=2, longest=4)
+    alpha = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+    profile.add(micro, [0, 2], alpha)  # head b takes no part
+    assert profile.take(torch.device("cpu")) == [[0.5, 0.0, 0.5], [0.0, 0.0, 1.0]]
+    assert profile.take(torch.device("cpu")) == [[None] * 3] * 2
+
+
+def test_a_run_of_decoupled_po(tmp_path: Path) -> None:
+    module = online(DecoupledPO, rewards={"odd": here(odd), "even": here(even)})
+    figures = RewardFigures(bins=4)
+    _, trainer = fit(module, tmp_path, callbacks=[figures], max_steps=2, val_check_interval=1, limit_val_batches=1)
+    first, second = figures.history.evaluations
+    for found in (first, second):
+        assert found.means["odd"] + found.means["even"] == pytest.approx(1)
+        assert found.correlation[0][1] == pytest.approx(-1)
+        known = [row for row in found.profile if row != [None, None]]
+        assert known
+        for row in known:
+            assert sum(row) == pytest.approx(1)
+    # two points on one falling line: a box each, less what they share
+    (a, b), (c, d) = sorted(figures.history.points(["odd", "even"]))
+    assert float(trainer.callback_metrics["val/hypervolume"]) == pytest.approx(a * b + (c - a) * d)
+    assert float(trainer.callback_metrics["val/reward_corr/odd/even"]) == pytest.approx(-1)
+    assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["fusion.png", "rewards.png"]
+
+
+def test_a_module_without_heads(tmp_path: Path) -> None:
+    module = online(GRPO, rewards={"odd": here(odd), "even": here(even)})
+    fit(module, tmp_path, callbacks=[RewardFigures()], max_steps=1, val_check_interval=1, limit_val_batches=1)
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["rewards.png"]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="bins is 0"):
+        RewardFigures(bins=0)
+    with pytest.raises(UserError, match="at least two rewards; GRPO has 1"):
+        fit(online(GRPO), tmp_path, callbacks=[RewardFigures()])
+    two = online(GRPO, rewards={"odd": here(odd), "even": here(even)})
+    with pytest.raises(UserError, match="reference names warm, no reward; use odd, even"):
+        fit(two, tmp_path, callbacks=[RewardFigures(reference={"warm": 0.0})])
