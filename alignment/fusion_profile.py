@@ -37,7 +37,7 @@ class FusionProfile:
         """Per bin the mean of each head over the tokens of all ranks since the last call; None without any. A
         collective."""
         whole = distributed.all_reduce_sum(self._sums.to(device)).cpu()
-        self._sums.zero_()
+        self._sums = torch.zeros_like(self._sums)
         return [[None if row[-1] == 0 else float(v / row[-1]) for v in row[:-1]] for row in whole]
 
 

@@ -140,8 +140,8 @@ def main(argv: list[str] | None = None) -> int:
         "# What a step of DecoupledPO costs",
         "",
         f"`python -m benchmarks.decoupled_step` on {machine()}.",
-        f"SmolLM2, fp32; 4 prompts of 8 completions of 48 tokens, three rewards; {STEPS} steps of each method, taking turns.",
-        "A step is rollout, rewards, reference and update.",
+        f"SmolLM2, fp32; 4 prompts of 8 completions of 48 tokens, three rewards; {STEPS} steps of each method, taking",
+        "turns. A step is rollout, rewards, reference and update.",
     ]
     for title, lora in (("All weights", False), ("LoRA, r = 16", True)):
         found = measure(options.model.resolve(), lora, options.work.resolve() / title.split()[0])

@@ -46,7 +46,7 @@ def test_the_hypervolume_of_all_evaluations() -> None:
 
 def test_fusion_weights_by_place() -> None:
     """Completions of 4 and 2 tokens, the first token of the second one not scored; bins of two tokens."""
-    groups = [Group(prompt=[1], completions=[[5, 6, 7, 8], [5, 6]], masks=[[1, 1, 1, 1], [0, 1]])]
+    groups = [Group(prompt=[1], completions=[[5, 6, 7, 8], [5, 6]], scored=[[True] * 4, [False, True]])]
     micro = GroupBatch.from_groups(groups)
     profile = FusionProfile(["a", "b", "c"], bins=2, longest=4)
     alpha = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
