@@ -2,7 +2,7 @@
 
     table        every method and every ablation, ten seeds                    150 runs
     sensitivity  every method over a grid of settings, three seeds             240 runs
-    fronts       what a grid of preferences gives, by training and by a dial    62 runs
+    fronts       what a grid of preferences gives, by training and by a dial    70 runs
     study        DecoupledPO with one thing changed                             70 runs
     language     the table again with a language model, three seeds             45 runs
 
@@ -80,13 +80,18 @@ def measure_study(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -
 
 def measure_fronts(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
     some = range(plan.FRONT_SEEDS)
-    found = run([*plan.front_jobs(), *(Job(name=f"{SOUPS}-{seed}", method=SOUPS, seed=seed) for seed in some)])
+    soups = [Job(name=f"{SOUPS}-{seed}", method=SOUPS, seed=seed) for seed in some]
+    found = run([*plan.front_jobs(), *plan.dial_jobs(seeds), *soups])
 
     def end(name: str) -> dict[str, Any]:
         return {"rewards": {reward: values[-1] for reward, values in found[name]["rewards"].items()}}
 
     fronts: dict[str, Any] = {
-        "DecoupledPO, the dial": {"runs": 1, "points": [found[f"dial-{seed}"]["dial"] for seed in some]},
+        "DecoupledPO, the dial": {
+            "runs": 1,
+            "points": [found[f"dial-{seed}"]["dial"] for seed in seeds],
+            "training": [found[f"dial-{seed}"]["training_dial"] for seed in seeds],
+        },
         "Rewarded Soups": {"runs": 3, "points": [found[f"{SOUPS}-{seed}"]["dial"] for seed in some]},
     }
     count = sum(1 for job in plan.front_jobs() if job.method == "gdpo" and job.seed == 0)
@@ -131,7 +136,8 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         block("sensitivity", report.sensitivity_table(parts, rows))
     if "fronts" in parts:
         report.draw_fronts(parts, images / "multi_reward_fronts.png")
-        block("fronts", [*report.fronts_table(parts), "", "![fronts](../docs/images/multi_reward_fronts.png)"])
+        lines = [*report.fronts_table(parts), "", *report.dial_table(parts), ""]
+        block("fronts", [*lines, "![fronts](../docs/images/multi_reward_fronts.png)"])
     if "study" in parts:
         block("study", report.study_table(parts))
     if "language" in parts:

@@ -91,13 +91,15 @@ def language_jobs() -> list[Job]:
 TRAINED_FRONTS = ("grpo", "gdpo")
 
 
+def dial_jobs(seeds: Sequence[int]) -> list[Job]:
+    """DecoupledPO with its dial turned at the end."""
+    return [Job(name=f"dial-{seed}", method="decoupled", seed=seed, dial=True) for seed in seeds]
+
+
 def front_jobs() -> list[Job]:
-    """A run for each preference; of DecoupledPO one run, its dial turned at the end."""
-    dial = {"class_path": "callbacks.PreferenceDial", "init_args": {"steps": GRID}}
+    """A run for each preference."""
     jobs = []
     for seed in range(FRONT_SEEDS):
-        turned = {"trainer": {"callbacks": [dial]}}
-        jobs.append(Job(name=f"dial-{seed}", method="decoupled", seed=seed, changes=turned))
         for i, weights in enumerate(grid(REWARDS, GRID)):
             changes = _module(rewards={name: {"weight": weight} for name, weight in weights.items()})
             jobs += [Job(name=f"{m}-front{i}-{seed}", method=m, seed=seed, changes=changes) for m in TRAINED_FRONTS]

@@ -205,6 +205,27 @@ def fronts_table(numbers: Mapping[str, Any]) -> list[str]:
     return table(["front", "training runs", "hypervolume", "expected utility", "points on it"], lines)
 
 
+def dial_table(numbers: Mapping[str, Any]) -> list[str]:
+    """The end of the run: the dial left alone, and set to what is best on training prompts; both on held-out ones."""
+    dial = numbers["fronts"]["DecoupledPO, the dial"]
+    equal, chosen = [], []
+    for points, training in zip(dial["points"], dial["training"], strict=True):
+        held_out, seen = front_of(points), front_of(training)
+        alone = [sum(w == 1 for w in point["weights"].values()) == 1 for point in points]
+        best = max((i for i in range(len(seen)) if not alone[i]), key=lambda i: scores.overall(seen[i])["gm"])
+        chosen.append(held_out[best])
+    for run in numbers["table"]["decoupled"]:
+        equal.append(shares(run)[-1])
+    gdpo = [shares(run)[-1] for run in numbers["table"]["gdpo"]]
+    lines = []
+    for title, found in (("GDPO", gdpo), ("DecoupledPO, equal weights", equal), ("DecoupledPO, the dial set", chosen)):
+        values = [scores.overall(row)["gm"] for row in found]
+        low, high = scores.interval(values)
+        columns = [f"{statistics.mean(column):.2f}" for column in zip(*found, strict=True)]
+        lines.append([title, f"{scores.iqm(values):.2f}", f"{low:.2f} to {high:.2f}", *columns])
+    return table(["at the end of the run", "geometric", "95 %", *REWARDS], lines)
+
+
 # ------------------------------------------------------------------------------------------------- pictures
 
 

@@ -29,12 +29,14 @@ CURVES = ("adv/distinct", "completions/mean_length")
 class Job:
     """One run. Args:
     name: of its file of numbers. changes: laid over the method's configuration. task: key of `TASKS`.
+    dial: evaluate under a grid of preferences at the end, on held-out and on training prompts.
     """
 
     name: str
     method: str
     seed: int
     task: str = "triconflict"
+    dial: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,6 +94,9 @@ class _Make:
 
 def _fit(job: Job, name: str, more: Mapping[str, Any] | None = None) -> Run:
     config = laid_over(configuration(_base(TASKS[job.task]), METHODS[job.method], job.changes), more or {})
+    if job.dial:
+        turning = {"class_path": "callbacks.PreferenceDial", "init_args": {"steps": GRID}}
+        config["trainer"]["callbacks"] = [{"class_path": "callbacks.Checkpoint"}, turning]
     Path(f"{name}.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return alignment("fit", str(Path(name).resolve()), name, f"--seed_everything={job.seed}", experiment=EXPERIMENT)
 
@@ -101,15 +106,27 @@ def _numbers_of(run: Run, job: Job) -> dict[str, Any]:
     task = TASKS[job.task]
     given = job.changes.get("model", {}).get("init_args", {}).get("rewards", {})
     scales = {name: given.get(name, {}).get("args", {}).get("factor", 1.0) for name in task.rewards}
-    dial = run.folder / "dial.json"
     names = [*CURVES, *(f"adv/{kind}/{name}" for kind in ("zero_std", "corr") for name in task.rewards)]
     return {
         "rewards": {n: [v / scales[n] for _, v in run.curve(f"val/rewards/{n}/mean")] for n in task.rewards},
         "curves": {name: curve for name in names if (curve := run.curve(name))},
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
-        "dial": json.loads(dial.read_text(encoding="utf-8")) if dial.exists() else None,
+        **({"dial": _points(run, "dial"), "training_dial": _training_dial(run, job)} if job.dial else {}),
     }
+
+
+def _points(run: Run, name: str) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = json.loads((run.folder / f"{name}.json").read_text(encoding="utf-8"))
+    return points
+
+
+def _training_dial(run: Run, job: Job) -> list[dict[str, Any]]:
+    """The same grid on prompts that were trained on, as many as are held out and mixed like them."""
+    config, name = str(Path(job.name).resolve()), f"{job.name}-training"
+    words = ["--data.test_path=seen.jsonl", f"--ckpt_path={run.checkpoint}"]
+    tested = alignment("test", config, name, *words, experiment=EXPERIMENT)
+    return _points(tested, "test_dial")
 
 
 def _soups(job: Job, task: Task) -> dict[str, Any]:

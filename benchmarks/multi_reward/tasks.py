@@ -41,7 +41,7 @@ class Task:
 TASKS = {
     "triconflict": Task(
         config="triconflict",
-        files=("base", "rl.jsonl", "held_out.jsonl"),
+        files=("base", "rl.jsonl", "held_out.jsonl", "seen.jsonl"),
         prepare=triconflict.prepare,
         stride=20,
         low=triconflict.LOW,

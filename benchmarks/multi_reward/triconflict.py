@@ -85,7 +85,8 @@ class Scaled:
 
 
 def write_files(folder: Path) -> None:
-    """`rl.jsonl`, `held_out.jsonl` with a column `difficulty`, `sft.jsonl`; no prompt of the second is in another."""
+    """`rl.jsonl`, `held_out.jsonl`, `seen.jsonl` with a column `difficulty`, `sft.jsonl`; no prompt of the second is in
+    another, and the third are some of the first."""
     draw = random.Random(0)
     training, held_out = [], []
     for name, length in STRATA.items():
@@ -94,7 +95,8 @@ def write_files(folder: Path) -> None:
         cut = HELD_OUT[name]
         held_out += [(name, word) for word in words[:cut]]
         training += [(name, word) for word in words[cut : cut + TRAINING[name]]]
-    for file, rows in (("rl", training), ("held_out", held_out)):
+    seen = [(name, word) for name in STRATA for word in [w for n, w in training if n == name][: HELD_OUT[name]]]
+    for file, rows in (("rl", training), ("held_out", held_out), ("seen", seen)):
         lines = ({"prompt": f"{word} {ASK}", "difficulty": name} for name, word in rows)
         write_lines(folder / f"{file}.jsonl", lines)
     pools = {name: [word for kind, word in training if kind == name] for name in STRATA}

@@ -125,6 +125,7 @@ def test_configurations() -> None:
 
 def test_every_run_has_a_name_of_its_own() -> None:
     jobs = [*plan.table_jobs(range(10)), *plan.grid_jobs(), *plan.study_jobs(range(5)), *plan.front_jobs()]
+    jobs += [*plan.dial_jobs(range(10)), *plan.language_jobs()]
     assert len({job.name for job in jobs}) == len(jobs)
     assert len(plan.CELLS) == 10
 
@@ -167,12 +168,18 @@ def test_a_short_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "trainer": {"max_steps": 4, "val_check_interval": 1},
     }
     (tmp_path / "numbers").mkdir()
-    name = runs._Make(tmp_path)(runs.Job(name="short", method=method, seed=0, changes=short))
+    job = runs.Job(name="short", method=method, seed=0, changes=short, dial=method == "decoupled")
+    name = runs._Make(tmp_path)(job)
+        runs.Job(name="short", method=method, seed=0, changes=short, dial=method == "decoupled")
+    )
     found = json.loads((tmp_path / "numbers" / f"{name}.json").read_text())
     assert {len(values) for values in found["rewards"].values()} == {2}
     if method != "soups":
         logged = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
         raw = [line["val/rewards/sentiment/mean"] for line in logged if "val/reward" in line]
         assert found["rewards"]["sentiment"] == pytest.approx([value / 6 for value in raw])
+    if method == "decoupled":
+        assert [point["weights"] for point in found["training_dial"]] == grid(TASKS["triconflict"].rewards, runs.GRID)
+        assert found["dial"] != found["training_dial"]
     if method == "soups":
         assert [point["weights"] for point in found["dial"]] == grid(TASKS["triconflict"].rewards, runs.GRID)
