@@ -170,8 +170,6 @@ def test_a_short_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "numbers").mkdir()
     job = runs.Job(name="short", method=method, seed=0, changes=short, dial=method == "decoupled")
     name = runs._Make(tmp_path)(job)
-        runs.Job(name="short", method=method, seed=0, changes=short, dial=method == "decoupled")
-    )
     found = json.loads((tmp_path / "numbers" / f"{name}.json").read_text())
     assert {len(values) for values in found["rewards"].values()} == {2}
     if method != "soups":
