@@ -173,7 +173,8 @@ def test_a_short_run(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = json.loads((tmp_path / "numbers" / f"{name}.json").read_text())
     assert {len(values) for values in found["rewards"].values()} == {2}
     if method != "soups":
-        logged = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+        files = tmp_path.rglob("metrics.jsonl")
+        logged = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         raw = [line["val/rewards/sentiment/mean"] for line in logged if "val/reward" in line]
         assert found["rewards"]["sentiment"] == pytest.approx([value / 6 for value in raw])
     if method == "decoupled":
