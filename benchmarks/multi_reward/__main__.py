@@ -1,7 +1,7 @@
 """`python -m benchmarks.multi_reward [PART ...]`: methods for several rewards compared on TriConflict.
 
-    table        every method and every ablation, ten seeds                    150 runs
-    sensitivity  every method over a grid of settings, three seeds             240 runs
+    table        every method and every ablation, ten seeds by default         150 runs
+    sensitivity  every method over a grid of settings, a third of the seeds    240 runs
     fronts       what a grid of preferences gives, by training and by a dial    70 runs
     study        DecoupledPO with one thing changed                             70 runs
     language     the table again with a language model, three seeds             45 runs
@@ -57,8 +57,8 @@ def measure_table(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -
 
 
 def measure_sensitivity(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
-    found = run(plan.grid_jobs())
-    some = range(plan.GRID_SEEDS)
+    some = plan.share(seeds, plan.GRID_SHARE)
+    found = run(plan.grid_jobs(some))
     return {
         m: {
             cell: [{**_kept(found[f"{m}-cell{i}-{seed}"], seed), "curves": {}} for seed in some]
@@ -70,7 +70,7 @@ def measure_sensitivity(run: Callable[[Sequence[Job]], Found], seeds: Sequence[i
 
 
 def measure_study(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
-    some = seeds[: len(seeds) // 2]
+    some = plan.share(seeds, plan.STUDY_SHARE)
     found = run(plan.study_jobs(some))
     return {
         title: [{**_kept(found[f"study{i}-{seed}"], seed), "curves": {}} for seed in some]
@@ -79,9 +79,9 @@ def measure_study(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -
 
 
 def measure_fronts(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
-    some = range(plan.FRONT_SEEDS)
+    some = plan.share(seeds, plan.FRONT_SHARE)
     soups = [Job(name=f"{SOUPS}-{seed}", method=SOUPS, seed=seed) for seed in some]
-    found = run([*plan.front_jobs(), *plan.dial_jobs(seeds), *soups])
+    found = run([*plan.front_jobs(some), *plan.dial_jobs(seeds), *soups])
 
     def end(name: str) -> dict[str, Any]:
         return {"rewards": {reward: values[-1] for reward, values in found[name]["rewards"].items()}}
@@ -94,7 +94,7 @@ def measure_fronts(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) 
         },
         "Rewarded Soups": {"runs": 3, "points": [found[f"{SOUPS}-{seed}"]["dial"] for seed in some]},
     }
-    count = sum(1 for job in plan.front_jobs() if job.method == "gdpo" and job.seed == 0)
+    count = sum(job.method == "gdpo" for job in plan.front_jobs(some[:1]))
     for m in plan.TRAINED_FRONTS:
         sets = [[end(f"{m}-front{i}-{seed}") for i in range(count)] for seed in some]
         fronts[f"{METHODS[m].title}, trained at each preference"] = {"runs": count, "points": sets}
@@ -133,13 +133,19 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         lines += [f"![{name}](../docs/images/multi_reward_{name}.png)" for name in ("curves", "mechanism")]
         block("table", lines)
     if "sensitivity" in parts:
-        block("sensitivity", report.sensitivity_table(parts, rows))
+        seeds = len(next(iter(parts["sensitivity"]["gdpo"].values())))
+        block("sensitivity", [f"{seeds} seeds.", "", *report.sensitivity_table(parts, rows)])
     if "fronts" in parts:
         report.draw_fronts(parts, images / "multi_reward_fronts.png")
-        lines = [*report.fronts_table(parts), "", *report.dial_table(parts), ""]
+        dialled = parts["fronts"]["DecoupledPO, the dial"]["points"]
+        lines = [
+            f"The dial of {len(dialled)} seeds, other fronts of {len(parts['fronts']['Rewarded Soups']['points'])}."
+        ]
+        lines += ["", *report.fronts_table(parts), "", *report.dial_table(parts), ""]
         block("fronts", [*lines, "![fronts](../docs/images/multi_reward_fronts.png)"])
     if "study" in parts:
-        block("study", report.study_table(parts))
+        seeds = len(next(iter(parts["study"].values())))
+        block("study", [f"{seeds} seeds.", "", *report.study_table(parts)])
     if "language" in parts:
         spoken, names = report.rows_of(parts, "language"), TASKS["support"].rewards
         lines = [f"{plan.LANGUAGE_SEEDS} seeds.", "", *report.main_table(spoken, ablations=False, rewards=names), ""]
@@ -161,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help="table, sensitivity, fronts, study; none: all")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the table; the study takes half as many")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of the table; the other parts take fewer")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--work", type=Path, default=Path(".cache/multi_reward"), help="working folders and runs")
     parser.add_argument("--model", type=Path, help="folder of the TinyStories model, for language")

@@ -12,8 +12,14 @@ from benchmarks.multi_reward.tasks import TASKS
 
 REWARDS = TASKS["triconflict"].rewards
 FULL = [name for name, method in METHODS.items() if not method.ablation]
-FRONT_SEEDS = 2
-GRID_SEEDS = 3
+
+
+def share(seeds: Sequence[int], part: int) -> list[int]:
+    """The first one of `part` of them, at least one: parts with many runs take fewer seeds than the table."""
+    return list(seeds[: max(1, len(seeds) // part)])
+
+
+GRID_SHARE, FRONT_SHARE, STUDY_SHARE = 3, 5, 2
 
 
 def _module(**settings: Any) -> dict[str, Any]:
@@ -58,11 +64,11 @@ def table_jobs(seeds: Sequence[int]) -> list[Job]:
     return [Job(name=f"{method}-{seed}", method=method, seed=seed) for seed in seeds for method in METHODS]
 
 
-def grid_jobs() -> list[Job]:
+def grid_jobs(seeds: Sequence[int]) -> list[Job]:
     cells = list(CELLS.items())
     return [
         Job(name=f"{method}-cell{i}-{seed}", method=method, seed=seed, changes=changes)
-        for seed in range(GRID_SEEDS)
+        for seed in seeds
         for i, (_, changes) in enumerate(cells)
         for method in FULL
         if method != SOUPS
@@ -96,10 +102,10 @@ def dial_jobs(seeds: Sequence[int]) -> list[Job]:
     return [Job(name=f"dial-{seed}", method="decoupled", seed=seed, dial=True) for seed in seeds]
 
 
-def front_jobs() -> list[Job]:
+def front_jobs(seeds: Sequence[int]) -> list[Job]:
     """A run for each preference."""
     jobs = []
-    for seed in range(FRONT_SEEDS):
+    for seed in seeds:
         for i, weights in enumerate(grid(REWARDS, GRID)):
             changes = _module(rewards={name: {"weight": weight} for name, weight in weights.items()})
             jobs += [Job(name=f"{m}-front{i}-{seed}", method=m, seed=seed, changes=changes) for m in TRAINED_FRONTS]
