@@ -137,10 +137,8 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         block("sensitivity", [f"{seeds} seeds.", "", *report.sensitivity_table(parts, rows)])
     if "fronts" in parts:
         report.draw_fronts(parts, images / "multi_reward_fronts.png")
-        dialled = parts["fronts"]["DecoupledPO, the dial"]["points"]
-        lines = [
-            f"The dial of {len(dialled)} seeds, other fronts of {len(parts['fronts']['Rewarded Soups']['points'])}."
-        ]
+        dialled, others = (len(parts["fronts"][n]["points"]) for n in ("DecoupledPO, the dial", "Rewarded Soups"))
+        lines = [f"The dial of {dialled} seeds, other fronts of {others}."]
         lines += ["", *report.fronts_table(parts), "", *report.dial_table(parts), ""]
         block("fronts", [*lines, "![fronts](../docs/images/multi_reward_fronts.png)"])
     if "study" in parts:
