@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import Callback
 from alignment import cli
 from benchmarks.online.bench import machine, table, working_in
 
-STEPS = 10
+STEPS = 5
 REPORT = Path("reports/decoupled_step.md")
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO": ("GRPO", {"kl": {"coefficient": 0.02}}),
