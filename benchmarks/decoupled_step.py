@@ -87,6 +87,8 @@ class Turns(Callback):
 
 
 def _train(method: str, model: Path, lora: bool, work: Path, mine: Event, following: Event, times: Any) -> None:
+    from benchmarks.decoupled_step import Place  # the callback's own: this file is also __main__ of the process
+
     Place.mine, Place.following, Place.times = mine, following, times
     module, settings = METHODS[method]
     config = yaml.safe_load(CONFIG)
