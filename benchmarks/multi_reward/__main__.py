@@ -127,14 +127,14 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
     if "table" in parts:
         report.draw_curves(parts, images / "multi_reward_curves.png")
         report.draw_mechanism(parts, images / "multi_reward_mechanism.png")
-        lines = [f"{len(parts['table']['gdpo'])} seeds.", "", *report.main_table(rows, ablations=False), ""]
+        lines = [f"Seeds: {len(parts['table']['gdpo'])}.", "", *report.main_table(rows, ablations=False), ""]
         lines += [*report.main_table(rows, ablations=True), "", *report.paired_lines(rows, "decoupled", list(rows)), ""]
         lines += [*report.stability_table(rows), ""]
         lines += [f"![{name}](../docs/images/multi_reward_{name}.png)" for name in ("curves", "mechanism")]
         block("table", lines)
     if "sensitivity" in parts:
         seeds = len(next(iter(parts["sensitivity"]["gdpo"].values())))
-        block("sensitivity", [f"{seeds} seeds.", "", *report.sensitivity_table(parts, rows)])
+        block("sensitivity", [f"Seeds: {seeds}.", "", *report.sensitivity_table(parts, rows)])
     if "fronts" in parts:
         report.draw_fronts(parts, images / "multi_reward_fronts.png")
         dialled, others = (len(parts["fronts"][n]["points"]) for n in ("DecoupledPO, the dial", "Rewarded Soups"))
@@ -143,10 +143,10 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         block("fronts", [*lines, "![fronts](../docs/images/multi_reward_fronts.png)"])
     if "study" in parts:
         seeds = len(next(iter(parts["study"].values())))
-        block("study", [f"{seeds} seeds.", "", *report.study_table(parts)])
+        block("study", [f"Seeds: {seeds}.", "", *report.study_table(parts)])
     if "language" in parts:
         spoken, names = report.rows_of(parts, "language"), TASKS["support"].rewards
-        lines = [f"{plan.LANGUAGE_SEEDS} seeds.", "", *report.main_table(spoken, ablations=False, rewards=names), ""]
+        lines = [f"Seeds: {plan.LANGUAGE_SEEDS}.", "", *report.main_table(spoken, ablations=False, rewards=names), ""]
         lines += [*report.main_table(spoken, ablations=True, rewards=names), ""]
         block("language", [*lines, *report.paired_lines(spoken, "decoupled", list(spoken))])
     collapse.draw(images / "advantage_collapse.png")
