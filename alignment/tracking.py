@@ -338,6 +338,11 @@ class TrackingLogger(MLFlowLogger):
         self.record(lambda client, run: client.log_text(run, text, artifact))
 
     @rank_zero_only
+    def log_file(self, path: Path) -> None:
+        """A file that exists, as an artifact of its name; a later version replaces it."""
+        self.record(lambda client, run: client.log_artifact(run, str(path)))
+
+    @rank_zero_only
     def log_datasets(self, datasets: list[DatasetInfo]) -> None:
         """Data sets as MLflow inputs of the run: name, rows, digest, and the split as context."""
         from mlflow.entities import Dataset, DatasetInput, InputTag

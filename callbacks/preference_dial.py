@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -18,9 +17,6 @@ from alignment.dial import HasDial, Point, draw, grid, points_of, to_json
 from alignment.errors import UserError
 from alignment.folders import run_folder
 from alignment.tracking import TrackingLogger
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 
 class PreferenceDial(Callback):
@@ -95,9 +91,5 @@ class PreferenceDial(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TrackingLogger):
                 for path in (table, picture):
-                    logger.record(partial(_log_artifact, path=path))
+                    logger.log_file(path)
         print(f"front of {len(self.points)} preferences: {picture}", flush=True)
-
-
-def _log_artifact(client: MlflowClient, run_id: str, *, path: Path) -> None:
-    client.log_artifact(run_id, str(path))

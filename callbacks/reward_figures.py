@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -17,9 +16,6 @@ from alignment.folders import run_folder
 from alignment.fusion_profile import FusionProfile, HasProfile
 from alignment.reward_history import History, draw_fusion, draw_rewards, evaluation
 from alignment.tracking import TrackingLogger
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 
 class RewardFigures(Callback):
@@ -118,7 +114,7 @@ class RewardFigures(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TrackingLogger):
                 for path in pictures:
-                    logger.record(partial(_log_artifact, path=path))
+                    logger.log_file(path)
 
     # ------------------------------------------------------------------ state
 
@@ -133,7 +129,3 @@ def _names(module: L.LightningModule) -> list[str]:
     """Of the rewards of a module that samples."""
     suite = getattr(module, "suite", None)
     return [] if suite is None else list(suite.names)
-
-
-def _log_artifact(client: MlflowClient, run_id: str, *, path: Path) -> None:
-    client.log_artifact(run_id, str(path))

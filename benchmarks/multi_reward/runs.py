@@ -15,11 +15,11 @@ import yaml
 
 from alignment.dial import grid
 from alignment.soup import soup
+from benchmarks.multi_reward import EXPERIMENT
 from benchmarks.multi_reward.methods import METHODS, SOUPS, configuration, laid_over
 from benchmarks.multi_reward.tasks import TASKS, Task
 from benchmarks.online.bench import Run, alignment, working_in
 
-EXPERIMENT = "multi_reward"
 GRID = 4
 """Preferences of the fronts are multiples of 1 / 4."""
 CURVES = ("adv/distinct", "completions/mean_length")

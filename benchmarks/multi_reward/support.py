@@ -18,6 +18,7 @@ from typing import Any
 
 from alignment import world
 from alignment.export import export
+from benchmarks.multi_reward import EXPERIMENT
 from benchmarks.online.bench import alignment
 
 LONGEST = 64
@@ -59,5 +60,5 @@ def prepare() -> None:
     """The base model, in the folder `base`."""
     config = Path(__file__).with_name("support_sft")
     model = f"--model.policy.name={os.environ[MODEL]}"
-    fit = alignment("fit", str(config), "support-sft", model, experiment="multi_reward")
+    fit = alignment("fit", str(config), "support-sft", model, experiment=EXPERIMENT)
     export(fit.checkpoint, Path("base"), force=True)

@@ -24,9 +24,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from alignment.export import export
+from benchmarks.multi_reward import EXPERIMENT
 from benchmarks.online.bench import alignment, write_lines
 
-EXPERIMENT = "multi_reward"
 SYMBOLS, POLITE, FILLER, ASK = "abcdefghijkl", ("p1", "p2"), "f0", ">"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 STRATA = {"easy": 2, "medium": 3, "hard": 4}

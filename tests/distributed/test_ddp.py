@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.ports import meeting_port
 from tests.distributed import ddp_checks
+from tests.distributed.pair import run_pair
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 MODULES = ("sft", "reward", "dpo")
 Results = dict[str, Any]
 
@@ -24,25 +20,7 @@ Results = dict[str, Any]
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.distributed.ddp_checks", str(folder)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, **shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+    run_pair("ddp_checks", folder, timeout=240)
     return [json.loads((folder / f"results.rank{rank}.json").read_text()) for rank in range(2)]
 
 

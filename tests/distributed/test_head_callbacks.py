@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.ports import meeting_port
 from tests.distributed.head_callbacks_checks import run
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.distributed.pair import run_pair
 
 
 @pytest.mark.slow
 def test_two_processes_decide_alike(tmp_path: Path) -> None:
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.head_callbacks_checks", str(tmp_path)],
-            cwd=REPOSITORY,
-            env={**os.environ, **shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+    run_pair("head_callbacks_checks", tmp_path, timeout=300)
     first, second = (json.loads((tmp_path / f"found.rank{rank}.json").read_text()) for rank in range(2))
     assert first["weights_equal"]
     for found in (first, second):

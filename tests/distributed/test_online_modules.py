@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.ports import meeting_port
 from tests.distributed import online_modules_checks
+from tests.distributed.pair import run_pair
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RUNS = [("modules", name) for name in online_modules_checks.RUNS] + [("refills", "GRPO"), ("refills", "PPO")]
 RUNS += [("uneven", "dropped, PPO"), ("uneven", "a prompt again")]
 Results = dict[str, Any]
@@ -33,25 +29,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
     write_prompts(folder)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.distributed.online_modules_checks", str(folder)]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, **shared, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+    run_pair("online_modules_checks", folder, timeout=600)
     return [torch.load(folder / f"results.rank{rank}", weights_only=True) for rank in range(2)]
 
 
