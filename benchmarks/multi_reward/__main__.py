@@ -5,8 +5,9 @@
     fronts       what a grid of preferences gives, by training and by a dial    70 runs
     study        DecoupledPO with one thing changed                             70 runs
     language     the table again with a language model, three seeds             45 runs
+    language-dial  DecoupledPO there with its dial turned                        3 runs
 
-The last needs `--model FOLDER`, the TinyStories model (shared data of the project, or
+The last two need `--model FOLDER`, the TinyStories model (shared data of the project, or
 huggingface.co/karpathy/tinyllamas, stories260K).
 
 Without a part all of them. A run takes about 15 s of one CPU core; two go side by side. What is finished is kept in the
@@ -107,12 +108,21 @@ def measure_language(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]
     return {m: [_kept(found[f"support-{m}-{seed}"], seed) for seed in some] for m in METHODS}
 
 
+def measure_language_dial(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    found = run(plan.language_dial_jobs())
+    return {
+        "points": [numbers["dial"] for numbers in found.values()],
+        "training": [numbers["training_dial"] for numbers in found.values()],
+    }
+
+
 PARTS = {
     "table": measure_table,
     "sensitivity": measure_sensitivity,
     "fronts": measure_fronts,
     "study": measure_study,
     "language": measure_language,
+    "language-dial": measure_language_dial,
 }
 
 
@@ -137,9 +147,9 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         block("sensitivity", [f"Seeds: {seeds}.", "", *report.sensitivity_table(parts, rows)])
     if "fronts" in parts:
         report.draw_fronts(parts, images / "multi_reward_fronts.png")
-        dialled, others = (len(parts["fronts"][n]["points"]) for n in ("DecoupledPO, the dial", "Rewarded Soups"))
-        lines = [f"The dial of {dialled} seeds, other fronts of {others}."]
-        lines += ["", *report.fronts_table(parts), "", *report.dial_table(parts), ""]
+        dial, others = parts["fronts"]["DecoupledPO, the dial"], len(parts["fronts"]["Rewarded Soups"]["points"])
+        lines = [f"The dial of {len(dial['points'])} seeds, other fronts of {others}."]
+        lines += ["", *report.fronts_table(parts), "", *report.dial_table(dial, parts["table"]), ""]
         block("fronts", [*lines, "![fronts](../docs/images/multi_reward_fronts.png)"])
     if "study" in parts:
         seeds = len(next(iter(parts["study"].values())))
@@ -149,6 +159,8 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         lines = [f"Seeds: {plan.LANGUAGE_SEEDS}.", "", *report.main_table(spoken, ablations=False, rewards=names), ""]
         lines += [*report.main_table(spoken, ablations=True, rewards=names), ""]
         block("language", [*lines, *report.paired_lines(spoken, "decoupled", list(spoken))])
+    if "language-dial" in parts:
+        block("language-dial", report.dial_table(parts["language-dial"], parts["language"]))
     collapse.draw(images / "advantage_collapse.png")
 
 
@@ -164,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="table, sensitivity, fronts, study; none: all")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; none: all")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="of the table; the other parts take fewer")
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--work", type=Path, default=Path(".cache/multi_reward"), help="working folders and runs")

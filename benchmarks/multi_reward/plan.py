@@ -94,6 +94,14 @@ def language_jobs() -> list[Job]:
     ]
 
 
+def language_dial_jobs() -> list[Job]:
+    """DecoupledPO on language, its dial turned at the end."""
+    return [
+        Job(name=f"support-dial-{seed}", method="decoupled", seed=seed, task="support", dial=True)
+        for seed in range(LANGUAGE_SEEDS)
+    ]
+
+
 TRAINED_FRONTS = ("grpo", "gdpo")
 
 

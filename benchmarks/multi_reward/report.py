@@ -185,7 +185,8 @@ def study_table(numbers: Mapping[str, Any]) -> list[str]:
 
 
 def front_of(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, ...]]:
-    return [tuple(TRICONFLICT.normalised(name, point["rewards"][name]) for name in REWARDS) for point in points]
+    task = task_of(points[0])
+    return [tuple(task.normalised(name, point["rewards"][name]) for name in task.rewards) for point in points]
 
 
 def fronts_table(numbers: Mapping[str, Any]) -> list[str]:
@@ -205,24 +206,28 @@ def fronts_table(numbers: Mapping[str, Any]) -> list[str]:
     return table(["front", "training runs", "hypervolume", "expected utility", "points on it"], lines)
 
 
-def dial_table(numbers: Mapping[str, Any]) -> list[str]:
-    """The end of the run: the dial left alone, and set to what is best on training prompts; both on held-out ones."""
-    dial = numbers["fronts"]["DecoupledPO, the dial"]
-    equal, chosen = [], []
+def dial_table(dial: Mapping[str, Any], runs: Mapping[str, Sequence[Numbers]]) -> list[str]:
+    """The end of the run: the dial left alone, and set to what is best on training prompts; both on held-out ones.
+
+    `dial`: `points` and `training` of every seed. `runs`: of every method.
+    """
+    chosen = []
     for points, training in zip(dial["points"], dial["training"], strict=True):
         held_out, seen = front_of(points), front_of(training)
         best = max(range(len(seen)), key=lambda i: scores.overall(seen[i])["gm"])
         chosen.append(held_out[best])
-    for run in numbers["table"]["decoupled"]:
-        equal.append(shares(run)[-1])
-    gdpo = [shares(run)[-1] for run in numbers["table"]["gdpo"]]
+    ends = {method: [tuple(shares(run)[-1]) for run in runs[method]] for method in ("gdpo", "decoupled")}
     lines = []
-    for title, found in (("GDPO", gdpo), ("DecoupledPO, equal weights", equal), ("DecoupledPO, the dial set", chosen)):
+    for title, found in (
+        ("GDPO", ends["gdpo"]),
+        ("DecoupledPO, equal weights", ends["decoupled"]),
+        ("DecoupledPO, the dial set", chosen),
+    ):
         values = [scores.overall(row)["gm"] for row in found]
         low, high = scores.interval(values)
         columns = [f"{statistics.mean(column):.2f}" for column in zip(*found, strict=True)]
         lines.append([title, f"{scores.iqm(values):.2f}", f"{low:.2f} to {high:.2f}", *columns])
-    return table(["at the end of the run", "geometric", "95 %", *REWARDS], lines)
+    return table(["at the end of the run", "geometric", "95 %", *task_of(runs["gdpo"][0]).rewards], lines)
 
 
 # ------------------------------------------------------------------------------------------------- pictures

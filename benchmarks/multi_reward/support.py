@@ -19,7 +19,7 @@ from typing import Any
 from alignment import world
 from alignment.export import export
 from benchmarks.multi_reward import EXPERIMENT
-from benchmarks.online.bench import alignment
+from benchmarks.online.bench import alignment, write_lines
 
 LONGEST = 64
 MODEL = "SUPPORT_MODEL"
@@ -56,8 +56,13 @@ def efficiency(completion: str, completion_ids: list[int]) -> float:
     return 1 / (1 + math.log(max(1, len(completion_ids))))
 
 
+SEEN = 64
+"""As many of the training prompts as are held out."""
+
+
 def prepare() -> None:
-    """The base model, in the folder `base`."""
+    """The base model, in the folder `base`, and `seen.jsonl`, the first prompts that runs train on."""
+    write_lines(Path("seen.jsonl"), world.load("prompts", "train", size=SEEN))
     config = Path(__file__).with_name("support_sft")
     model = f"--model.policy.name={os.environ[MODEL]}"
     fit = alignment("fit", str(config), "support-sft", model, experiment=EXPERIMENT)

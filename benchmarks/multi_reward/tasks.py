@@ -48,6 +48,11 @@ TASKS = {
         high=triconflict.HIGH,
     ),
     "support": Task(
-        config="support", files=("base",), prepare=support.prepare, stride=10, low=support.LOW, high=support.HIGH
+        config="support",
+        files=("base", "seen.jsonl"),
+        prepare=support.prepare,
+        stride=10,
+        low=support.LOW,
+        high=support.HIGH,
     ),
 }

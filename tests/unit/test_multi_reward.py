@@ -125,7 +125,7 @@ def test_configurations() -> None:
 
 def test_every_run_has_a_name_of_its_own() -> None:
     jobs = [*plan.table_jobs(range(10)), *plan.grid_jobs(range(3)), *plan.study_jobs(range(5))]
-    jobs += [*plan.front_jobs(range(2)), *plan.dial_jobs(range(10)), *plan.language_jobs()]
+    jobs += [*plan.front_jobs(range(2)), *plan.dial_jobs(range(10)), *plan.language_jobs(), *plan.language_dial_jobs()]
     assert len({job.name for job in jobs}) == len(jobs)
     assert len(plan.CELLS) == 10
     assert plan.share(range(10), 3) == [0, 1, 2]
