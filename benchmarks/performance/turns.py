@@ -84,7 +84,7 @@ def cpu_seconds() -> float:
 
 def memory() -> dict[str, int]:
     """`rss_peak`: bytes, the highest of this process plus the highest of every live descendant."""
-    return {"rss_peak": sum(_peak(process) for process in ("self", *descendants()))}
+    return {"rss_peak": sum(map(_peak, [os.getpid(), *descendants()]))}
 
 
 def descendants() -> list[int]:
@@ -107,7 +107,7 @@ def _stat(process: int | str) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
-def _peak(process: int | str) -> int:
+def _peak(process: int) -> int:
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
