@@ -12,11 +12,12 @@ from filelock import FileLock
 
 ROOT = Path(".cache/peers")
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
-BESIDE = ("transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
-"""Packages a peer gets in the versions that ours runs with, so that only the trainer differs."""
+BESIDE = ("transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "requests")
+"""Packages a peer gets in the versions that ours runs with, so that only the trainer differs. 1.12.0 imports requests
+for its GRPO and does not ask for it."""
 VERSIONS = ("1.16.0", "1.12.0")
 """1.12.0 is the last one with a PPO trainer."""
-READY = ".ready"
+READY = "installed.txt"
 
 
 def pinned(packages: tuple[str, ...], constraints: Path = CONSTRAINTS) -> list[str]:
@@ -31,14 +32,16 @@ def python(version: str, root: Path = ROOT) -> Path:
     folder = (root / f"trl-{version}").resolve()
     interpreter = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
+    wanted = [f"trl=={version}", *pinned(BESIDE)]
     with FileLock(f"{folder}.lock"):
         if not (folder / READY).exists():
             shutil.rmtree(folder, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
             # torch goes first and alone, as in the Makefile: pip then takes the build that the index offers.
             _install(interpreter, *pinned(("torch",)))
-            _install(interpreter, f"trl=={version}", *pinned(BESIDE))
-            (folder / READY).touch()
+        if not (folder / READY).exists() or (folder / READY).read_text().split() != wanted:
+            _install(interpreter, *wanted)
+            (folder / READY).write_text("\n".join(wanted) + "\n")
     return interpreter
 
 

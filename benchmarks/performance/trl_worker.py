@@ -3,9 +3,9 @@
 Runs in an environment of `peers.py` and imports nothing of this project but `turns` and `token_rewards` beside it. The
 keys of SPEC are those of `workloads.py`; three more are read here:
 
-trl_args   settings of TRL's config that replace the ones below, for finding its best.
-dump       a file: gradients before clipping, token log-probs and more of the first step, with torch.save.
-dump_end   a file: the parameters at the end.
+trl_args      settings of TRL's config that replace the ones below, for finding its best.
+dump          a file: gradients before clipping, token log-probs and more of the first step, with torch.save.
+value_model   for PPO: the folder its critic starts from.
 
 What both sides must have alike, and where it stands in TRL:
 optimizer  AdamW of torch, betas (0.9, 0.999), eps 1e-8, decay of matrices only, constant rate, clipping by the norm of
@@ -76,6 +76,7 @@ class Run:
         self.losses: list[Tensor] = []
         self.generating, self.prompt_tokens, self.completion_tokens = 0.0, 0, 0
         self.found: dict[str, Any] = {}
+        self.more: dict[str, float] = {}
         self.position = 0
 
     @property
@@ -158,6 +159,7 @@ class Run:
             "prompt_tokens": prompts,
             "completion_tokens": completions,
             "generation_seconds": self.generating,
+            **self.more,
         }
         if torch.cuda.is_available():
             found["vram_peak"] = torch.cuda.max_memory_allocated()
@@ -372,7 +374,7 @@ def ppo(run: Run) -> Any:
         model=load_causal(run.model, **run.load),
         ref_model=load_causal(run.model, **run.load),
         reward_model=load_scorer(scores, num_labels=1, **run.load) if scores else CheapReward(),
-        value_model=load_scorer(scores or run.model, num_labels=1, **run.load),
+        value_model=load_scorer(run.spec.get("value_model") or scores or run.model, num_labels=1, **run.load),
         train_dataset=rows,
     )
     trainer.dataloader = DataLoader(
@@ -408,14 +410,18 @@ def _watch_ppo(run: Run, module: Any, trainer: Any) -> None:
 
     def scored(model: Any, ids: Tensor, pad_id: int, context: int) -> tuple[Any, Tensor, Any]:
         if not isinstance(model, CheapReward):
-            return get_reward(model, ids, pad_id, context)
+            found = get_reward(model, ids, pad_id, context)
+            if model is trainer.value_model:
+                run.found.setdefault("values", found[0][:, context - 1 : -1, 0].clone())
+            return found
         completions = [[i for i in row if i != pad_id] for row in ids[:, context:].tolist()]
         return None, torch.tensor([REWARDS["cheap"](row, False) for row in completions], device=ids.device), None
 
     def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-        run.found.setdefault("advantages", values.detach().clone())
-        run.found.setdefault("mask", mask.clone())
-        return whiten(values, mask, shift_mean)
+        whitened = whiten(values, mask, shift_mean)
+        run.found.setdefault("advantages", values.clone())
+        run.found.setdefault("whitened", whitened.clone())
+        return whitened
 
     module.batch_generation, module.get_reward, module.masked_whiten = batch_generation, scored, masked_whiten
     backward, log = trainer.accelerator.backward, trainer.log
@@ -428,6 +434,7 @@ def _watch_ppo(run: Run, module: Any, trainer: Any) -> None:
     def keep(metrics: dict[str, float], *given: Any) -> None:
         loss = metrics["loss/policy_avg"] + trainer.args.vf_coef * metrics["loss/value_avg"]
         run.losses.append(torch.tensor(loss))
+        run.more = {"policy_loss": metrics["loss/policy_avg"], "value_loss": metrics["loss/value_avg"]}
         if not run.tuned:
             log(metrics, *given)
 
@@ -456,8 +463,6 @@ def main(run: Run) -> None:
     keep_logps(run, trainer.model)
     with contextlib.suppress(StopTraining):
         trainer.train()
-    if path := run.spec.get("dump_end"):
-        torch.save({name: p.detach().clone() for name, p in trainer.model.named_parameters()}, path)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # within accelerate's
     turn.end(optimizer=type(optimizer).__name__, fused=bool(optimizer.defaults.get("fused")))
 
