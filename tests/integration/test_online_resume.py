@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.codec import Encoder
 from alignment.optim import OptimConfig
+from callbacks import FocusReward, FusionStability, GradientNormRatio, OnlineHeadUpdate, RegressionGuard, StalledHead
 from datamodules import PromptData
+from modules.decoupled_po import DecoupledPO
 from modules.gdpo import GDPO
 from modules.grpo import GRPO
 from modules.morl import MORL
@@ -23,6 +25,7 @@ from tests.loops import Rows
 from tests.rl_toys import here, odd_in_some, online
 from tests.toys import trainer
 
+WATCHED = "decoupled, watched"
 RUNS: dict[str, tuple[type, dict[str, Any]]] = {
     "grpo": (GRPO, {}),
     "grpo, several updates, KL in the reward, refills": (
@@ -59,11 +62,64 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
         {"combine": "gradvac", "epochs": 2, "preferences": {}, "dynamic_sampling": 1},
     ),
     "morl, ideal point and critic": (MORL, {"scalarise": "smooth_chebyshev", "critic": {"kind": "head"}}),
+    "decoupled, conflicts cut": (
+        DecoupledPO,
+        {
+            "minibatches": 2,
+            "kl": {"coefficient": 0.1, "target": 0.05, "horizon": 50},
+            "isolation": {"mode": "gradvac", "ratio": {"odd": 2.0}},
+            "dynamic_sampling": 1,
+        },
+    ),
+    "decoupled, cold start": (DecoupledPO, {"cold_start": {"rollouts": 1}, "epochs": 2, "kl_limit": 50.0}),
+    "decoupled, only decoding fuses": (DecoupledPO, {"fusion": {"mode": "decode_only"}, "heads": {"every": 2}}),
+    WATCHED: (DecoupledPO, {"isolation": {"mode": "project", "level": "states"}}),
+}
+
+
+EVENTS = {
+    "gradient_ratio",
+    "stalled_head",
+    "fusion_stability",
+    "focus_reward",
+    "focus_reward_end",
+    "regression_guard",
+    "online_head_update",
 }
 
 
 def length(completion: str, completion_ids: list[int]) -> float:
     return float(len(completion_ids))
+
+
+class Feedback(OnlineHeadUpdate):
+    """Under a fast clock, by which a batch takes a minute: a row arrives every 90 s, each second minute is a round of
+    what has arrived. What the file holds depends on the time alone."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("length", str(folder / "feedback.jsonl"), every=120.0, wait=False)
+        self.clock = self.now
+
+    def now(self) -> float:
+        time = 60.0 * self._trainer.lightning_module.batches_seen
+        rows = [{"prompt": f"Feedback {n}?", "alive": True} for n in range(1 + int(time // 90))]
+        Path(self.path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return time
+
+
+def watchers(folder: Path) -> list[L.Callback]:
+    """Everything that watches several rewards, so touchy that each of them acts."""
+    guard = RegressionGuard(evaluations=2)
+    guard.best = 1e6  # it has seen better days
+    return [
+        GradientNormRatio({"odd": 3.0}, control=True),
+        GradientNormRatio({"odd": 3.0}, of="heads", control=True),
+        StalledHead(steps=1, threshold=1e3),
+        FusionStability(limit=1e-9, cooldown=1),
+        FocusReward(evaluations=1, steps=1, share=1.0),
+        guard,
+        Feedback(folder),
+    ]
 
 
 class SaveAlways(Checkpoint):
@@ -99,13 +155,14 @@ def run(name: str, folder: Path, callbacks: list[Any], start: Path | None = None
         optim=OptimConfig(lr=1e-3, warmup_steps=2),
         **settings,
     )
-    logger = Rows()
+    logger, watching = Rows(), watchers(folder) if name == WATCHED else []
     loop = trainer(
         folder,
         max_epochs=2,
         logger=logger,
-        callbacks=callbacks,
+        callbacks=[*watching, *callbacks],
         enable_checkpointing=bool(callbacks),
+        val_check_interval=1 if watching else None,
         log_every_n_steps=2,
         plugins=[SafeCheckpointIO()],
     )
@@ -118,6 +175,7 @@ def run(name: str, folder: Path, callbacks: list[Any], start: Path | None = None
         "module": module.training_state(),
         "data": data.state_dict(),
         "step": loop.global_step,
+        "callbacks": [callback.state_dict() for callback in watching],
     }
     tree = encoder.encode(state)
     return logger.rows, (tree, encoder.tensors)
@@ -134,6 +192,8 @@ def test_resumed_is_uninterrupted(name: str, tmp_path: Path) -> None:
     if RUNS[name][0] is MORL:
         (method,) = state["several"].values()
         assert method.get("ideal", method.get("memory")) not in (None, [[0.0, 0.0], [0.0, 0.0]])
+    if name == WATCHED:
+        assert {key.removeprefix("event/") for _, row in rows for key, _ in row if key.startswith("event/")} == EVENTS
     if "kl" in RUNS[name][1]:
         assert state["penalties"]["now"]["kl"]["coefficient"] != 0.1
     for place in ("batch 0", "batch 2", "epoch 3", "batch 5"):
