@@ -83,6 +83,23 @@ def test_the_cpu_trainer_and_the_callbacks_run(workdir: Path) -> None:
     assert list(workdir.glob("runs/*/*/checkpoints/*/manifest.json"))
 
 
+def test_the_callbacks_of_several_rewards_run(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They join those of the run."""
+    path = CONFIGS / "callbacks" / "several_rewards.yaml"
+    assert f"configs/callbacks/{path.name}" in (CONFIGS.parent / "docs" / "multi_reward.md").read_text()
+    words = ["-c", str(CONFIGS / "debug" / "decoupled_po_smoke.yaml"), "-c", str(path)]
+    named = [
+        [callback["class_path"] for callback in resolved(capsys, *given)["trainer"]["callbacks"]]
+        for given in (words[:2], words)
+    ]
+    added = [callback["class_path"] for callback in yaml.safe_load(path.read_text())["trainer"]["callbacks+"]]
+    assert named[1] == named[0] + added
+    assert main(["fit", *words, *QUIET]) == 0
+    logged = "".join(file.read_text() for file in workdir.rglob("metrics.jsonl"))
+    for name in ("grad/dev/", "fusion/jitter", "fusion/entropy_coefficient", "val/reward"):
+        assert f'"{name}' in logged
+
+
 def test_the_gpu_trainer_parses(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = str(CONFIGS / "trainer" / "gpu.yaml")
     assert main(["fit", "-c", str(CONFIGS / "dpo.yaml"), "--trainer", trainer, "--print_config"]) == 0
