@@ -22,6 +22,9 @@ from typing import Any, Generic, TypeVar, cast
 
 from alignment.errors import UserError
 
+EPS = ("eps", "batch_eps")
+"""Settings that are added to what is divided by."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -69,7 +72,8 @@ class Registry(Generic[F]):
 
     def get(self, name: str, options: Mapping[str, Any] | None = None) -> F:
         """`find`, with some of the function's settings given. Raises UserError for one that it does not have, for one
-        without a default that is not given, and for one that is no number where its default is."""
+        without a default that is not given, for one that is no number where its default is, and for an `eps` below
+        0."""
         function, given = self.find(name), dict(options or {})
         settings = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
         if unknown := sorted(set(given) - {p.name for p in settings}):
@@ -81,6 +85,10 @@ class Registry(Generic[F]):
             off = given.get(p.name) is None and "None" in str(p.annotation)
             if p.name in given and is_number(p.default) and not (off or is_number(given[p.name])):
                 raise UserError(f"{self.kind} '{name}' has {p.name} {given[p.name]!r}; it is a number")
+            if p.name in EPS and p.name in given and not off:
+                value = given[p.name]
+                if not is_number(value) or not 0 <= value < math.inf:
+                    raise UserError(f"{self.kind} '{name}' has {p.name} {value!r}; it is a number of at least 0")
         return cast(F, functools.partial(function, **given)) if given else function
 
 

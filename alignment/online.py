@@ -215,14 +215,20 @@ class OnlineMixin(PenalisedMixin):
     def setup(self, stage: str) -> None:
         try:
             super().setup(stage)
-            self._check_minibatches(stage)
+            if stage == "fit":
+                self._check_fit()
         except UserError:
             self.suite.close()  # started by `prepare_data`; no teardown follows
             raise
 
-    def _check_minibatches(self, stage: str) -> None:
+    def _check_fit(self) -> None:
+        if self.sampling.greedy:
+            raise UserError(
+                "sampling.temperature is 0: all completions of a prompt would be the same, and nothing is learned from "
+                "that; train at a temperature above 0 (evaluation has its own, rollout.eval_temperature)"
+            )
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if stage == "fit" and isinstance(data, SizedBatches) and self.minibatches > data.batch_size:
+        if isinstance(data, SizedBatches) and self.minibatches > data.batch_size:
             raise UserError(
                 f"minibatches is {self.minibatches} and data.batch_size {data.batch_size}; a minibatch needs a prompt "
                 "at least"

@@ -62,6 +62,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise UserError(f"optim.lr is {self.lr}; it must be a positive number")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise UserError(f"optim.{name} is {value}; it is a number of at least 0")
         if self.warmup_steps < 0 or not 0 <= self.min_lr_ratio <= 1:
             raise UserError("optim.warmup_steps must be >= 0 and optim.min_lr_ratio between 0 and 1")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -69,6 +72,8 @@ class OptimConfig:
         expected = 3 if self.optimizer == "ademamix_8bit" else 2
         if self.betas is not None and self.optimizer != "sgd" and len(self.betas) != expected:
             raise UserError(f"optim.betas has {len(self.betas)} values; {self.optimizer} takes {expected}")
+        if not all(0 <= beta < 1 for beta in self.betas or ()):
+            raise UserError(f"optim.betas is {list(self.betas or ())}; each is at least 0 and below 1")
 
 
 def parameter_groups(

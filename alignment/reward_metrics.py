@@ -1,7 +1,7 @@
 """Metrics of a batch's rewards and advantages, under TRL's names where TRL has one.
 
 reward, reward_std                 mean of the summed scores; mean over groups of their deviation within the group
-rewards/NAME/mean, .../std         of one reward, over the completions it applies to
+rewards/NAME/mean, .../std         of one reward, over the completions it applies to; no deviation of fewer than two
 frac_reward_zero_std               share of groups whose summed score does not differ within the group
 adv/zero_std/NAME                  the same for one reward: what collapses when rewards are summed shows here
 adv/active_groups                  groups with an advantage that is not 0
@@ -67,7 +67,7 @@ def reward_metrics(
     for name, reward in zip(names, whole.rewards.T, strict=True):
         own = whole.stats(reward)
         out[f"rewards/{name}/mean"] = _mean(reward)
-        out[f"rewards/{name}/std"] = spread(reward)
+        out[f"rewards/{name}/std"] = _deviation(reward)
         out[f"adv/zero_std/{name}"] = _mean(own.flat.double())
         applies = ~reward.isnan()
         out[f"adv/corr/{name}"] = _correlation(whole.normalised(reward, 1e-4)[applies], advantages[applies])
@@ -87,7 +87,7 @@ def _advantages(whole: RewardTable, values: Tensor, before: Tensor) -> dict[str,
     return {
         "adv/active_groups": active.sum(),
         "adv/distinct": torch.tensor(len(distinct) / whole.groups, dtype=torch.float64),
-        "adv/batch_std": spread(torch.where(scored, before, torch.nan)),
+        "adv/batch_std": _deviation(before[scored]),
     }
 
 
@@ -110,6 +110,11 @@ def _strata(whole: RewardTable, labels: Sequence[str]) -> dict[str, Tensor]:
 def _mean(values: Tensor) -> Tensor:
     """Over what is not NaN; NaN when nothing is."""
     return values[~values.isnan()].mean()
+
+
+def _deviation(values: Tensor) -> Tensor:
+    """Over what is not NaN; NaN below two values."""
+    return spread(values) if (~values.isnan()).sum() > 1 else values.new_full((), torch.nan)
 
 
 def _correlation(a: Tensor, b: Tensor) -> Tensor:

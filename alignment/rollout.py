@@ -34,7 +34,7 @@ class SamplingConfig:
     Args:
         max_tokens: most tokens of a completion, the stop token included.
         min_tokens: fewest tokens before a stop token may be drawn.
-        temperature: logits are divided by it; 0 takes the likeliest token.
+        temperature: logits are divided by it; 0 takes the likeliest token, which nothing can be learned from.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens until their probabilities reach this sum; 1 keeps all.
         min_p: drop tokens less likely than this share of the likeliest one; 0 drops none.

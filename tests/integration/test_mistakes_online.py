@@ -59,6 +59,10 @@ def model(settings: str) -> str:
         ("advantage: null", "advantage is None; available: batch, "),
         ("advantage: my_file.mine", "advantage 'my_file.mine' cannot be imported: No module named 'my_file'"),
         ("advantage_args: {epsilon: 1}", "advantage 'group' has no setting epsilon; it has eps"),
+        ("advantage_args: {eps: -0.1}", "advantage 'group' has eps -0.1; it is a number of at least 0"),
+        ("optim: {eps: -1.0e-8}", "optim.eps is -1e-08; it is a number of at least 0"),
+        ("optim: {weight_decay: -1}", "optim.weight_decay is -1.0; it is a number of at least 0"),
+        ("optim: {betas: [0.9, 1.0]}", "optim.betas is [0.9, 1.0]; each is at least 0 and below 1"),
         ("loss: dapo", "policy loss 'dapo' is not known"),
         ("loss_args: {epsilon: 0.2}", "policy loss 'clip' has no setting epsilon; it has low, high"),
         ("reduction: mean", "model.reduction: expected one of 'token_mean', 'seq_mean_token_mean'"),
@@ -94,6 +98,7 @@ def test_settings_of_data(capsys: pytest.CaptureFixture[str], workdir: Path, tex
     ("text", "told"),
     [
         (model("minibatches: 17"), "minibatches is 17 and data.batch_size 16; a minibatch needs a prompt at least"),
+        (model("sampling: {temperature: 0}"), "sampling.temperature is 0: all completions of a prompt would be"),
         (
             model("rewards: {a: {reward: LengthWithin, args: {maximun: 3}}}"),
             "reward 'a' cannot be loaded: args: got an unexpected keyword argument 'maximun'; LengthWithin takes",
@@ -126,6 +131,11 @@ def test_data_and_rewards(capsys: pytest.CaptureFixture[str], workdir: Path, tex
     Path("none.jsonl").write_text('{"prompt": ""}\n{"prompt": null}\n')
     Path("odd.jsonl").write_text(json.dumps({"text_a": "x", "label": 3}) + "\n")
     assert complaint(capsys, text, *SMALL, *QUIET).startswith(told)
+
+
+def test_evaluation_is_not_asked_for_samples(workdir: Path) -> None:
+    words = ["-c", str(CONFIGS / "grpo.yaml"), "--model.sampling.temperature=0", "--model.sampling.max_tokens=4"]
+    assert main(["validate", *words, *SMALL, *QUIET]) == 0
 
 
 @pytest.mark.parametrize(

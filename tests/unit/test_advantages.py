@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,24 @@ def test_completions_on_their_own_are_not_compared() -> None:
     assert set(metrics) == shown | {
         f"strata/{label}/{what}" for label in ("easy", "hard") for what in ("reward", "share")
     }
+
+
+def test_a_reward_that_abstains_has_no_mean_and_no_deviation() -> None:
+    """`b` on all completions, `c` on all but one: one value has a mean, and a deviation needs two."""
+    nan = torch.nan
+    rewards = RewardTable(
+        rewards=torch.tensor([[1.0, nan, nan], [0.0, nan, 4.0], [1.0, nan, nan], [nan, nan, nan]]),
+        weights=torch.ones(3),
+        group_of=torch.tensor([0, 0, 1, 1]),
+        groups=2,
+    )
+    found = reward_metrics(rewards, torch.tensor([0.5, -0.5, 0.0, 0.0]), ["a", "b", "c"])
+    metrics = {name: float(total / count) for name, (total, count) in found.items()}
+    kept = {name: value for name, value in metrics.items() if name.startswith("rewards/")}
+    assert kept == pytest.approx({"rewards/a/mean": 2 / 3, "rewards/a/std": 3**-0.5, "rewards/c/mean": 4.0})
+    assert metrics["adv/zero_std/b"] == 1.0
+    rewards = replace(rewards, rewards=torch.full((4, 3), nan))
+    assert "adv/batch_std" not in reward_metrics(rewards, torch.zeros(4), ["a", "b", "c"])
 
 
 def test_metrics_of_an_empty_batch_are_absent() -> None:

@@ -452,6 +452,7 @@ def test_heads_that_go_far_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptu
         ({"budget": {"trunk": 0.0}}, "each share must be above 0"),
         ({"cold_start": {"rollouts": -1}}, "cold_start is -1"),
         ({"kl_limit": 0.0}, "kl_limit is 0"),
+        ({"eps": -1e-4}, "has eps -0.0001; it is a number of at least 0"),
         ({"preset": "short"}, "preset is 'short'"),
         ({"rewards": REWARDS | {"odd": here(weight=-1.0)}}, "not by a negative weight"),
     ],

@@ -15,6 +15,10 @@ def limited(x: float, *, limit: float | None = 1.0) -> float:
     return x if limit is None else min(x, limit)
 
 
+def softened(x: float, *, eps: float = 1e-4, batch_eps: float | None = None) -> float:
+    return x + eps + (batch_eps or 0.0)
+
+
 @pytest.fixture
 def shapes() -> Registry[Callable[..., float]]:
     registry: Registry[Callable[..., float]] = Registry("shape")
@@ -65,5 +69,11 @@ def test_mistakes_are_answered_with_what_exists(shapes: Registry[Callable[..., f
     assert shapes.get("limited", {"limit": None})(3.0) == 3.0
     with pytest.raises(UserError, match="shape 'limited' has limit 'no'; it is a number"):
         shapes.get("limited", {"limit": "no"})
+    shapes.register("softened")(softened)
+    assert shapes.get("softened", {"eps": 0, "batch_eps": None})(3.0) == 3.0
+    for setting in ("eps", "batch_eps"):
+        for value in (-1e-8, float("inf"), "1e-8"):
+            with pytest.raises(UserError, match=f"'softened' has {setting} {value!r}; it is a number"):
+                shapes.get("softened", {setting: value})
     with pytest.raises(ValueError, match="a shape called 'line' exists already"):
         shapes.register("line")(lambda x: x)
