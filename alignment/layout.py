@@ -20,11 +20,29 @@ from transformers import PreTrainedConfig
 from alignment.batches import GroupBatch, within
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Consecutive cells of a row: a prompt with its completions behind it, or the padding at the end.
+
+    Args:
+        prompt: tokens of the prompt, or cells of padding. completions: tokens of each completion.
+    """
+
+    prompt: int
+    completions: tuple[int, ...] = ()
+    padding: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.prompt + sum(self.completions)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where every token of a batch stands.
 
     Args:
+        sections: what the cells of all rows hold, in their order.
         input_ids, position_ids: [R, W] int64.
         group: [R, W] int64, the prompt a token belongs to; -1 for padding.
         branch: [R, W] int64, 1 + the completion a token belongs to; 0 for prompt tokens and padding.
@@ -32,6 +50,7 @@ class Layout:
         predictor: [C] int64, index of the token whose state predicts it: the last prompt token, or the one before.
     """
 
+    sections: tuple[Section, ...]
     input_ids: Tensor
     position_ids: Tensor
     group: Tensor
@@ -81,11 +100,16 @@ def pack(batch: GroupBatch, pad_id: int) -> Layout:
     width = max(sizes)
     rows = best_fit_decreasing(sizes, width)
     starts = [0] * len(sizes)
+    sections = []
+    inside = _by_group(batch)
     for r, members in enumerate(rows):
         at = r * width
         for g in members:
             starts[g] = at
             at += sizes[g]
+            sections.append(inside[g])
+        if room := (r + 1) * width - at:
+            sections.append(Section(room, padding=True))
     start = torch.tensor(starts, dtype=torch.int64, device=device)
 
     cells = len(rows) * width
@@ -112,6 +136,7 @@ def pack(batch: GroupBatch, pad_id: int) -> Layout:
     last_prompt = (start + batch.prompt_lengths - 1)[batch.group_of]
     shape = (len(rows), width)
     return Layout(
+        sections=tuple(sections),
         input_ids=input_ids.view(shape),
         position_ids=position_ids.view(shape),
         group=group.view(shape),
@@ -119,6 +144,13 @@ def pack(batch: GroupBatch, pad_id: int) -> Layout:
         place=place,
         predictor=torch.where(steps == 0, last_prompt[row], place - 1),
     )
+
+
+def _by_group(batch: GroupBatch) -> list[Section]:
+    lengths: list[list[int]] = [[] for _ in range(batch.num_prompts)]
+    for g, length in zip(batch.group_of.tolist(), batch.completion_lengths.tolist(), strict=True):
+        lengths[g].append(length)
+    return [Section(p, tuple(own)) for p, own in zip(batch.prompt_lengths.tolist(), lengths, strict=True)]
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[str, LayerMask]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from alignment.batches import GroupBatch
+from alignment.grouped_attention import configs_of
 from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
 from alignment.lm_head import LogitForm, score_tokens
+from alignment.prefix_attention import prefix_attention
 from alignment.probe import Probe, check_causal, difference, obstacle
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,8 @@ class LogProbEngine:
         self._head: nn.Module | None = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._trunk = decoder_of(inner) if self._head is not None else inner
         self._tile_bytes, self._pad_id = tile_bytes, pad_id
+        self._attending = configs_of(inner)
+        self._splits = True  # attention within groups where it can be, a mask over whole rows elsewhere
         self._keeps_logits = "logits_to_keep" in inspect.signature(type(inner).forward).parameters
         self._verified = False
         self.path: Literal["shared", "plain"] = "plain"
@@ -146,12 +150,14 @@ class LogProbEngine:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Log-probs and entropies [scored] (None without `scored`) and states [C, H] (None unless asked)."""
         layout = pack(batch, self._pad_id)
-        output = self._trunk(
-            input_ids=layout.input_ids,
-            attention_mask=self._masks(layout),
-            position_ids=layout.position_ids,
-            use_cache=False,
-        )
+        split = self._split(layout)
+        with prefix_attention(self._attending, layout.sections) if split else nullcontext():
+            output = self._trunk(
+                input_ids=layout.input_ids,
+                attention_mask=None if split else self._masks(layout),
+                position_ids=layout.position_ids,
+                use_cache=False,
+            )
         states = output[0].flatten(0, 1)
         lp, ent = None, None
         if scored is not None:
@@ -168,6 +174,17 @@ class LogProbEngine:
             )
         index = {"before": layout.predictor, "at": layout.place}
         return lp, ent, states[index[hidden]] if hidden else None
+
+    def _split(self, layout: Layout) -> bool:
+        """Whether attention can be computed within groups: on a CPU, where no layer sees less than a whole group, and
+        no forward runs again in the backward."""
+        if not self._splits or layout.input_ids.device.type != "cpu" or self._config._attn_implementation != "sdpa":
+            return False
+        if self._inner.training and self._inner.is_gradient_checkpointing:
+            return False
+        longest = max(s.prompt + max(s.completions, default=0) for s in layout.sections)
+        limits = (limit for mask in layer_masks(self._config).values() for limit in (mask.window, mask.chunk))
+        return all(limit is None or limit >= longest for limit in limits)
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
         """One mask, or one per kind of layer where a model has several kinds (it then takes them by name)."""
@@ -220,7 +237,7 @@ class LogProbEngine:
                 reason = "it was asked for"
             else:
                 reason = obstacle(self._trunk, self._head, self._config)
-                reason = reason or difference(probe, self._probe_path, low_precision=low)
+                reason = reason or self._difference(probe, low)
         if reason and self._asked == "shared":
             raise ValueError(f"the shared path does not fit {name}: {reason}; use path='auto'")
         self.path, self.reason = ("plain", reason) if reason else ("shared", "")
@@ -229,6 +246,14 @@ class LogProbEngine:
             log.warning("log-probs of %s take the plain path: %s", name, reason)
         else:
             log.info("log-probs of %s take the %s path", name, self.path)
+
+    def _difference(self, probe: Probe, low_precision: bool) -> str:
+        """`probe.difference`; a model that attends in its own way gets masks."""
+        reason = difference(probe, self._probe_path, low_precision=low_precision)
+        if reason and self._splits:
+            self._splits = False
+            reason = difference(probe, self._probe_path, low_precision=low_precision)
+        return reason
 
     def _probe_path(self, path: str, batch: GroupBatch) -> TokenStats:
         scores = self._head is not None

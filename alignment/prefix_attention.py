@@ -1,0 +1,151 @@
+"""Attention of the shared-prefix rows without a mask over the whole row, on a CPU.
+
+A mask that hides other completions hides most of a row, and what it hides is computed all the same. Here every prompt
+attends to itself, and every completion to its prompt and itself. Two forms, by what is faster where:
+
+flash     a call of torch's attention for the prompt and one for each completion; memory grows with the tokens.
+products  plain matrix products, in half precision, whose kernels are several times faster than those of the fused
+          attention. It keeps the probabilities for the backward, so it is taken only where a token sees at most
+          `_KEYS` others on average.
+
+Legend: R rows of W tokens as in `alignment.layout`; B groups, n tokens of one, P of them its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from alignment.layout import Section
+
+_NAME = "prefix_sdpa"
+_KEYS = 512
+_SECTIONS: ContextVar[Sequence[Section] | None] = ContextVar("sections", default=None)
+
+
+@contextmanager
+def prefix_attention(configs: Sequence[PreTrainedConfig], sections: Sequence[Section]) -> Iterator[None]:
+    """Inside the block a model with these configs, given no mask, attends within `sections` (`Layout.sections`).
+
+    For a forward only: nothing of it is known to a backward that runs the model again (gradient checkpointing).
+    """
+    token = _SECTIONS.set(sections)
+    changed = [config for config in configs if config._attn_implementation == "sdpa"]
+    try:
+        for config in changed:
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        _SECTIONS.reset(token)
+        for config in changed:
+            config._attn_implementation = "sdpa"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """query [R, heads, W, d], key and value [R, h, W, d] -> [R, W, heads, d]."""
+    sections = _SECTIONS.get()
+    if sections is None or attention_mask is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
+    if (shared := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    rows, _, width, size = query.shape
+    scale = size**-0.5 if scaling is None else scaling
+    cells = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]  # [R W, heads, d] each
+    first = sections[0]
+    if all(section == first for section in sections) and not first.padding:
+        groups = [tuple(t.view(len(sections), first.size, *t.shape[1:]) for t in cells)]
+    else:
+        parts = [torch.split(t, [section.size for section in sections]) for t in cells]
+        groups = [(q[None], k[None], v[None]) for q, k, v in zip(*parts, strict=True)]
+    found = []
+    for section, (q, k, v) in zip(sections, groups, strict=False):  # a single group stands for all sections
+        if section.padding:
+            found.append(torch.zeros_like(v).flatten(0, 1))
+        else:
+            out = _group(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), section, scale, dropout)
+            found.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(found).view(rows, width, *value.shape[1::2]), None
+
+
+AttentionInterface.register(_NAME, _attention)
+
+
+def _group(q: Tensor, k: Tensor, v: Tensor, section: Section, scale: float, dropout: float) -> Tensor:
+    """[B, heads, n, d] of groups of the same shape."""
+    lengths = [length for length in section.completions if length]
+    if len(lengths) < 2:
+        lengths = []  # one causal text
+    parts = [section.size - sum(lengths), *lengths]
+    pairs = parts[0] ** 2 + sum(length * (parts[0] + length) for length in lengths)
+    if q.dtype in (torch.bfloat16, torch.float16) and not dropout and pairs <= _KEYS * section.size:
+        return _products(q, k, v, parts, scale)
+    return _flash(q, k, v, parts, scale, dropout)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int], scale: float, dropout: float) -> Tensor:
+    queries, keys, values = (torch.split(t, list(parts), dim=2) for t in (q, k, v))
+    prompt = F.scaled_dot_product_attention(
+        queries[0], keys[0], values[0], dropout_p=dropout, is_causal=True, scale=scale
+    )
+    found = [prompt]
+    for query, key, value in zip(queries[1:], keys[1:], values[1:], strict=True):
+        seen = torch.ones(query.shape[2], parts[0] + key.shape[2], dtype=torch.bool, device=q.device).tril(parts[0])
+        found.append(
+            F.scaled_dot_product_attention(
+                query,
+                torch.cat([keys[0], key], dim=2),
+                torch.cat([values[0], value], dim=2),
+                attn_mask=seen,
+                dropout_p=dropout,
+                scale=scale,
+            )
+        )
+    return torch.cat(found, dim=2)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[int], scale: float) -> Tensor:
+    prompt, lengths = parts[0], list(parts[1:])
+    sizes = [prompt, sum(lengths)]
+    (q0, q1), (k0, k1), (v0, v1) = (torch.split(t, sizes, dim=2) for t in (q * scale, k, v))
+    of_prompt: Tensor = (q0 @ k0.mT + _causal(prompt, q)).softmax(-1).to(q.dtype) @ v0
+    if not lengths:
+        return of_prompt
+    before = q1 @ k0.mT  # [B, heads, completion tokens, P]
+    if len(set(lengths)) == 1:  # all at once
+        pieces = [tuple(t.reshape(*t.shape[:2], len(lengths), lengths[0], -1) for t in (before, q1, k1, v1))]
+    else:
+        pieces = list(zip(*(torch.split(t, lengths, dim=2) for t in (before, q1, k1, v1)), strict=True))
+    seen, own = [], []
+    for earlier, query, key, value in pieces:
+        scores = torch.cat([earlier, query @ key.mT + _causal(key.shape[-2], q)], dim=-1)
+        to_prompt, to_own = torch.split(scores.softmax(-1).to(q.dtype), [prompt, key.shape[-2]], dim=-1)
+        mixed = to_own @ value
+        flat = query.dim() == 5
+        seen.append(to_prompt.flatten(2, 3) if flat else to_prompt)
+        own.append(mixed.flatten(2, 3) if flat else mixed)
+    return torch.cat([of_prompt, torch.cat(seen, dim=2) @ v0 + torch.cat(own, dim=2)], dim=2)
+
+
+def _causal(size: int, like: Tensor) -> Tensor:
+    """[size, size]: 0 up to the diagonal, the lowest number above it."""
+    lowest = torch.finfo(like.dtype).min
+    return torch.full((size, size), lowest, dtype=like.dtype, device=like.device).triu(1)
