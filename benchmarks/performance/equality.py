@@ -381,8 +381,9 @@ def compare(root: Path, steps: int, folder: Path) -> list[dict[str, Any]]:
     said = rows_of(GROUP, steps)
     given: dict[str, Any] = {"kind": "grpo", "completions": GROUP}
     method("GRPO", GRPO(**online, rewards={"cheap": here(cheap)}), said, **given)
-    kl = KLConfig(coefficient=0.1)
-    method("GRPO with KL", GRPO(**online, rewards={"cheap": here(cheap)}, kl=kl), said, **given, kl=0.1)
+    for name in ("k3", "k3_is"):
+        module = GRPO(**online, rewards={"cheap": here(cheap)}, kl=KLConfig(coefficient=0.1, estimator=name))
+        method(f"GRPO with {name}", module, said, **given, kl=0.1, kl_estimator=name)
     both = {"cheap": here(cheap), "raising": here(other)}
     given = {"kind": "gdpo", "completions": GROUP, "rewards": list(both)}
     method("GDPO", GDPO(**online, rewards=both, batch_eps=1e-4), said, **given)

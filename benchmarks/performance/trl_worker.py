@@ -1,11 +1,12 @@
 """`python trl_worker.py SPEC.json`: TRL's trainer of one workload, taking turns with another worker.
 
 Runs in an environment of `peers.py` and imports nothing of this project but `turns` and `token_rewards` beside it. The
-keys of SPEC are those of `workloads.py`; three more are read here:
+keys of SPEC are those of `workloads.py`; four more are read here:
 
 trl_args      settings of TRL's config that replace the ones below, for finding its best.
 dump          a file: gradients before clipping, token log-probs and more of the first step, with torch.save.
 value_model   for PPO: the folder its critic starts from.
+kl_estimator  for GRPO and GDPO: k3, or k3_is, which is TRL's default and differentiates the ratio before it.
 
 What both sides must have alike, and where it stands in TRL:
 optimizer  AdamW of torch, betas (0.9, 0.999), eps 1e-8, decay of matrices only, constant rate, clipping by the norm of
@@ -329,6 +330,7 @@ def grpo(run: Run) -> Any:
         max_completion_length=run.spec["max_tokens"],
         temperature=run.spec.get("temperature", 1.0),
         beta=run.spec.get("kl") or 0.0,
+        use_bias_correction_kl=run.spec.get("kl_estimator") == "k3_is",
         loss_type="dapo",
         shuffle_dataset=False,
         multi_objective_aggregation="normalize_then_sum" if several else "sum_then_normalize",
