@@ -1,5 +1,5 @@
-# make install | quickstart | quickstart-grpo | test | lint | bench | reliability
-# Each creates .venv on its first use; a second call starts at once. bench and reliability write reports/.
+# make install | quickstart | quickstart-grpo | test | lint | bench | bench-gpu | reliability
+# Each creates .venv on its first use; a second call starts at once. bench, bench-gpu and reliability write reports/.
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 REWARDS := $(VENV)/.installed-rewards
 
-.PHONY: install quickstart quickstart-grpo test lint bench reliability clean
+.PHONY: install quickstart quickstart-grpo test lint bench bench-gpu reliability clean
 
 # Two cores are the reference machine: one thread per process keeps results the same from run to run.
 export OMP_NUM_THREADS ?= 2
@@ -31,6 +31,11 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.logprobs
+	$(BIN)/python -m benchmarks.performance
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.performance H1 H2
+	$(BIN)/python -m pytest -m gpu
 
 reliability: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reliability

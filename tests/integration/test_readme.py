@@ -113,7 +113,8 @@ def test_the_python_block(folder: Path) -> None:
     assert list(folder.rglob("manifest.json"))
 
 
-TARGETS = ["install", "quickstart", "quickstart MODEL=tiny", "quickstart-grpo", "test", "lint", "bench", "reliability"]
+TARGETS = ["install", "quickstart", "quickstart MODEL=tiny", "quickstart-grpo", "test", "lint"]
+TARGETS += ["bench", "bench-gpu", "reliability"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
