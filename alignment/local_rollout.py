@@ -38,6 +38,22 @@ _POLL_EVERY = 8
 _LOGITS = 1 << 26
 
 
+@contextmanager
+def _weights_cast_once(kind: str) -> Iterator[None]:
+    """Under autocast, trained weights are cast for the whole block and not again in every decode step. They do not
+    change meanwhile; Lightning switches this cache of torch's off, since they do later."""
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
     """Consecutive completions of one prompt that are decoded together: numbers `first` to `first + count - 1`."""
@@ -173,7 +189,7 @@ class LocalRollout:
         tokens: list[list[list[int]]] = [[[] for _ in range(n)] for _ in prompts]
         logps: list[list[Tensor]] = [[torch.zeros(0)] * n for _ in prompts]
         truncated = torch.zeros(len(prompts), n, dtype=torch.bool)
-        with self._sampling():
+        with self._sampling(), _weights_cast_once(self._inner.device.type):
             for wave in self._waves(prompts, n, sampling.max_tokens):
                 ids, scores, lengths, cut = self._decode(prompts, wave, keys, sampling)
                 row = 0

@@ -118,7 +118,8 @@ def build_optimizer(
         group |= {"lr": lr * group["lr_factor"]}
     betas = {} if config.betas is None else {"betas": tuple(config.betas)}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, eps=config.eps, **betas)  # type: ignore[arg-type]
+        # one pass over memory instead of ten
+        return torch.optim.AdamW(groups, lr=lr, eps=config.eps, fused=True, **betas)  # type: ignore[arg-type]
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.betas[0] if config.betas else 0.0)
     if config.optimizer == "lion_8bit":

@@ -111,3 +111,19 @@ def test_a_model_whose_layers_see_less_than_a_group_gets_masks(name, masks, monk
     length = min(window, 20)
     engine(batch_of([(length, (length, 2))]))
     assert len(seen) == masks
+
+
+def test_gradients_under_autocast_are_those_of_half_precision():
+    layout = pack(batch_of(BATCHES["ragged"]), 0)
+    shape = (*layout.input_ids.shape, HEADS, SIZE)
+    inputs = [torch.randn(shape).transpose(1, 2) for _ in range(3)]
+    found = []
+    for autocast in (True, False):
+        own = [(t if autocast else t.bfloat16()).clone().requires_grad_() for t in inputs]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            out = attend(layout, *own)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        found.append([t.grad.bfloat16() for t in own])
+    for mixed, half in zip(*found, strict=True):
+        assert torch.equal(mixed, half)

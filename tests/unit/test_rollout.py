@@ -130,6 +130,33 @@ def test_the_first_pass_has_ratio_one_despite_dropout():
     assert ((ratio - 1).abs() > 0.2).float().mean() == 0
 
 
+def test_under_autocast_a_weight_is_cast_once_and_the_graph_before_keeps_its_own():
+    model = build(DENSE["llama"]())
+    weight = model.model.layers[0].mlp.up_proj.weight
+    engine = local(model)
+    engine.verify()
+    casts = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and args[0] is weight:
+                casts.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        before = model(input_ids=torch.tensor([[5, 6]])).logits.float().logsumexp(-1).sum()
+        with Casts():
+            engine.generate(prompts((4,)), 2, SamplingConfig(max_tokens=NEW, stop_ids=[]), seed=0, step=0)
+        assert not torch.is_autocast_cache_enabled()
+        assert len(casts) == 1
+        with torch.no_grad():
+            weight.add_(1.0)
+        after = model(input_ids=torch.tensor([[5, 6]])).logits.float().logsumexp(-1).sum()
+        assert after != before  # nothing of before is left in the cache
+        after.backward()
+    assert weight.grad is not None
+
+
 def test_under_autocast_the_cache_takes_its_precision():
     model = build(DENSE["qwen2"]())
     engine, rollout = local(model), LogProbEngine(model)
