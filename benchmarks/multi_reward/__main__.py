@@ -2,6 +2,7 @@
 
     table        every method and every ablation, ten seeds by default         150 runs
     sensitivity  every method over a grid of settings, a third of the seeds    240 runs
+    variants     four methods, three forms of the task, four settings, a seed   40 runs
     fronts       what a grid of preferences gives, by training and by a dial    70 runs
     study        DecoupledPO with one thing changed                             70 runs
     language     the table again with a language model, three seeds             45 runs
@@ -70,6 +71,16 @@ def measure_sensitivity(run: Callable[[Sequence[Job]], Found], seeds: Sequence[i
     }
 
 
+def measure_variants(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
+    some = seeds[: plan.VARIANT_SEEDS]
+    found = run(plan.variant_jobs(some))
+
+    def kept(*place: str) -> list[dict[str, Any]]:
+        return [{**_kept(found[plan.variant_name(*place, seed)], seed), "curves": {}} for seed in some]
+
+    return {m: {v: {s: kept(m, v, s) for s in plan.SETTINGS} for v in plan.VARIANTS} for m in plan.VARIED}
+
+
 def measure_study(run: Callable[[Sequence[Job]], Found], seeds: Sequence[int]) -> dict[str, Any]:
     some = plan.share(seeds, plan.STUDY_SHARE)
     found = run(plan.study_jobs(some))
@@ -119,6 +130,7 @@ def measure_language_dial(run: Callable[[Sequence[Job]], Found], seeds: Sequence
 PARTS = {
     "table": measure_table,
     "sensitivity": measure_sensitivity,
+    "variants": measure_variants,
     "fronts": measure_fronts,
     "study": measure_study,
     "language": measure_language,
@@ -145,6 +157,9 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
     if "sensitivity" in parts:
         seeds = len(next(iter(parts["sensitivity"]["gdpo"].values())))
         block("sensitivity", [f"Seeds: {seeds}.", "", *report.sensitivity_table(parts, rows)])
+    if "variants" in parts:
+        lines = [f"Seeds: {plan.VARIANT_SEEDS}.", "", *report.variants_table(parts), "", *report.variant_scores(parts)]
+        block("variants", lines)
     if "fronts" in parts:
         report.draw_fronts(parts, images / "multi_reward_fronts.png")
         dial, others = parts["fronts"]["DecoupledPO, the dial"], len(parts["fronts"]["Rewarded Soups"]["points"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alignment.dial import grid
-from benchmarks.multi_reward.methods import METHODS, SOUPS
+from benchmarks.multi_reward.methods import METHODS, SOUPS, laid_over
 from benchmarks.multi_reward.runs import GRID, Job
 from benchmarks.multi_reward.tasks import TASKS
 
@@ -20,6 +20,7 @@ def share(seeds: Sequence[int], part: int) -> list[int]:
 
 
 GRID_SHARE, FRONT_SHARE, STUDY_SHARE = 3, 5, 2
+VARIANT_SEEDS = 1
 
 
 def _module(**settings: Any) -> dict[str, Any]:
@@ -40,6 +41,35 @@ CELLS: dict[str, Mapping[str, Any]] = {
     "beta 0": _module(kl={"coefficient": 0.0}),
 }
 """The grid of the sensitivity: one setting changed at a time. Beta is 0.02; less by 0.05 is 0."""
+
+VARIED = ("ppo", "grpo", "gdpo", "decoupled")
+PLAIN, HALF_SENTIMENT = "as it is", "sentiment weight x 0.5"
+SETTINGS: dict[str, Mapping[str, Any]] = {
+    PLAIN: {},
+    "lr x 0.5": _module(optim={"lr": 0.5e-3}),
+    "lr x 2": _module(optim={"lr": 2.0e-3}),
+    HALF_SENTIMENT: CELLS[HALF_SENTIMENT],
+}
+VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    PLAIN: ("triconflict", {}),
+    "two polite words are enough": (
+        "triconflict",
+        _module(rewards={"sentiment": {"reward": "benchmarks.multi_reward.triconflict.Polite", "args": {"enough": 2}}}),
+    ),
+    "long prompts, 1 : 2 : 7": (
+        "triconflict-long",
+        {
+            "data": {
+                "init_args": {
+                    "val_path": "held_out_long.jsonl",
+                    "strata": {"ratio": {"easy": 1, "medium": 2, "hard": 7}},
+                }
+            }
+        },
+    ),
+}
+"""Title -> (key of `TASKS`, what is laid over every configuration): the task with less conflict, and with a harder mix,
+trained and evaluated on."""
 
 STUDY: dict[str, tuple[str, Mapping[str, Any]]] = {
     "heads step with the trunk": ("decoupled", _module(heads={"every": 1})),
@@ -72,6 +102,31 @@ def grid_jobs(seeds: Sequence[int]) -> list[Job]:
         for i, (_, changes) in enumerate(cells)
         for method in FULL
         if method != SOUPS
+    ]
+
+
+def variant_name(method: str, variant: str, setting: str, seed: int) -> str:
+    """Of a job; those that the table or the sensitivity has are theirs."""
+    if variant == PLAIN and setting == PLAIN:
+        return f"{method}-{seed}"
+    if variant == PLAIN and setting in CELLS:
+        return f"{method}-cell{list(CELLS).index(setting)}-{seed}"
+    return f"{method}-variant{list(VARIANTS).index(variant)}-{list(SETTINGS).index(setting)}-{seed}"
+
+
+def variant_jobs(seeds: Sequence[int]) -> list[Job]:
+    return [
+        Job(
+            name=variant_name(method, variant, setting, seed),
+            method=method,
+            seed=seed,
+            task=task,
+            changes=laid_over(dict(given), changes),
+        )
+        for seed in seeds
+        for variant, (task, given) in VARIANTS.items()
+        for setting, changes in SETTINGS.items()
+        for method in VARIED
     ]
 
 

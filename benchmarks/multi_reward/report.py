@@ -161,9 +161,44 @@ def sensitivity_table(numbers: Mapping[str, Any], rows: Mapping[str, Row]) -> li
         some = {int(run["seed"]) for run in next(iter(found.values()))}
         plain = statistics.mean(value for seed, value in rows[method].seeds.items() if seed in some)
         noise = scores.seed_noise(list(rows[method].seeds.values()), len(names) + 1, len(some))
-        each = [f"{statistics.mean(map(score, found[name])):.2f}" for name in names]
-        lines.append([METHODS[method].title, f"{plain:.2f}", *each, f"{rows[method].phi:.3f}", f"{noise:.3f}"])
-    return table(["method", "unchanged", *names, "Φ within", "by chance"], lines)
+        each = [plain, *(statistics.mean(map(score, found[name])) for name in names)]
+        last = [f"{rows[method].phi:.3f}", f"{noise:.3f}", f"{scores.runs_needed(each):.1f}"]
+        lines.append([METHODS[method].title, *(f"{value:.2f}" for value in each), *last])
+    return table(["method", "unchanged", *names, "Φ within", "by chance", "runs to within 5 % of its best"], lines)
+
+
+def _tables(numbers: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Method -> variant of the task -> setting -> geometric score, mean over seeds."""
+    return {
+        method: {
+            variant: {setting: statistics.mean(map(score, runs)) for setting, runs in settings.items()}
+            for variant, settings in variants.items()
+        }
+        for method, variants in numbers["variants"].items()
+    }
+
+
+def variants_table(numbers: Mapping[str, Any]) -> list[str]:
+    """What each method gains from being tuned for each variant of the task."""
+    found, lines = _tables(numbers), []
+    for method, variants in found.items():
+        pools = {v: [value for other in found.values() for value in other[v].values()] for v in variants}
+        scaled = [scores.percentiles(list(settings.values()), pools[v]) for v, settings in variants.items()]
+        phi = scores.sensitivity(scaled)
+        each = statistics.mean(max(settings.values()) for settings in variants.values())
+        one = max(statistics.mean(column) for column in zip(*(s.values() for s in variants.values()), strict=True))
+        runs = statistics.mean(scores.runs_needed(list(settings.values())) for settings in variants.values())
+        told = f"{scores.sensitivity_class(phi)} ({phi:.3f})"
+        lines.append([METHODS[method].title, f"{each:.2f}", f"{one:.2f}", told, f"{runs:.1f}"])
+    head = ["mean over the variants", "tuned for each", "one setting for all", "Φ", "runs to within 5 % of its best"]
+    return table(head, lines)
+
+
+def variant_scores(numbers: Mapping[str, Any]) -> list[str]:
+    found = _tables(numbers)
+    places = [(v, setting) for v, settings in next(iter(found.values())).items() for setting in settings]
+    lines = [[f"{v}; {setting}", *(f"{found[m][v][setting]:.2f}" for m in found)] for v, setting in places]
+    return table(["geometric score: task; setting", *(METHODS[m].title for m in found)], lines)
 
 
 def study_table(numbers: Mapping[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ class Job:
 def prepare(task: Task, work: Path) -> None:
     """The task's files and the base model, in `work`/NAME-task."""
     folder = _files(work, task)
-    if not (folder / "base").is_dir():
+    if not all((folder / file).exists() for file in task.files):
         with working_in(folder):
             torch.set_num_threads(1)
             task.prepare()

@@ -4,7 +4,8 @@
     overall     10 mean n_k ("am"), 10 (prod n_k)^(1/K) ("gm", the primary one), 10 min n_k
     stability   of the curve of gm / 10 over all evaluations: interquartile range of its differences, largest drawdown,
                 CVaR 5 % of its drawdowns, collapse (its end below 0.8 of its peak)
-    sensitivity of the score over a grid of settings: (max - mean) / max
+    sensitivity of the score over a grid of settings: (max - mean) / max; over variants of the task besides, what tuning
+                for each of them gains over one setting for all, on a scale of percentiles
 
 Classes: stability is high with a mean drawdown of at most .05 and no collapse, medium up to .15 and one collapse in
 ten, else low; sensitivity is low up to .05, medium up to .15, else high. Over seeds: the interquartile mean, and a
@@ -82,11 +83,23 @@ def sensitivity_class(phi: float) -> str:
     return "low" if phi <= 0.05 else "medium" if phi <= 0.15 else "high"
 
 
+def percentiles(values: Sequence[float], pool: Sequence[float]) -> list[float]:
+    """On the scale where the 5th percentile of `pool` is 0 and its 95th is 1; 0 where these are the same."""
+    low, high = np.percentile(pool, [5, 95])
+    return [float((value - low) / (high - low)) if high > low else 0.0 for value in values]
+
+
 def sensitivity(table: Sequence[Sequence[float]]) -> float:
-    """Phi over tasks (rows) and settings (columns), normalised before: what tuning per task gains over one setting for
-    all (Adkins et al. 2024, 2412.07165)."""
+    """Phi over tasks (rows) and settings (columns), each row among the `percentiles` of all methods: what tuning per
+    task gains over one setting for all (Adkins et al. 2024, 2412.07165)."""
     each = statistics.mean(max(row) for row in table)
     return each - max(statistics.mean(column) for column in zip(*table, strict=True))
+
+
+def runs_needed(scores: Sequence[float]) -> float:
+    """How many settings of the grid, drawn one after the other, it takes on average to come within 5 % of the best."""
+    near = sum(score >= 0.95 * max(scores) for score in scores)
+    return (len(scores) + 1) / (near + 1)
 
 
 def iqm(values: Sequence[float]) -> float:

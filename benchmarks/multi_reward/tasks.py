@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.multi_reward import support, triconflict
@@ -38,15 +38,17 @@ class Task:
         return min(1.0, max(0.0, (value - self.low[name]) / (self.high[name] - self.low[name])))
 
 
+_TRICONFLICT = Task(
+    config="triconflict",
+    files=("base", "rl.jsonl", "held_out.jsonl", "seen.jsonl"),
+    prepare=triconflict.prepare,
+    stride=20,
+    low=triconflict.LOW,
+    high=triconflict.HIGH,
+)
 TASKS = {
-    "triconflict": Task(
-        config="triconflict",
-        files=("base", "rl.jsonl", "held_out.jsonl", "seen.jsonl"),
-        prepare=triconflict.prepare,
-        stride=20,
-        low=triconflict.LOW,
-        high=triconflict.HIGH,
-    ),
+    "triconflict": _TRICONFLICT,
+    "triconflict-long": replace(_TRICONFLICT, files=("base", "rl.jsonl", "held_out_long.jsonl")),
     "support": Task(
         config="support",
         files=("base", "seen.jsonl"),

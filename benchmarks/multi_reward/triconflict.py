@@ -31,6 +31,7 @@ SYMBOLS, POLITE, FILLER, ASK = "abcdefghijkl", ("p1", "p2"), "f0", ">"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 STRATA = {"easy": 2, "medium": 3, "hard": 4}
 HELD_OUT = {"easy": 90, "medium": 26, "hard": 12}
+HELD_OUT_LONG = {"easy": 12, "medium": 26, "hard": 90}
 TRAINING = {"easy": 54, "medium": 600, "hard": 600}
 LONGEST = 12
 DEMONSTRATIONS = 25_600
@@ -57,13 +58,23 @@ def accuracy(completion: str, prompt: str, truncated: bool) -> float:
 
 def sentiment(completion: str, truncated: bool) -> float:
     """Polite words, at most four of them."""
-    polite = sum(word in POLITE for word in completion.split())
-    return min(1.0, polite / 4) * _ended(truncated)
+    return Polite(4)(completion, truncated)
 
 
 def efficiency(completion: str, completion_ids: list[int], truncated: bool) -> float:
     """Fewer tokens; the end is one."""
     return 1 / (1 + math.log(max(1, len(completion_ids)))) * _ended(truncated)
+
+
+class Polite:
+    """Sentiment that `enough` polite words fill: the fewer, the less there is to choose between it and efficiency."""
+
+    def __init__(self, enough: int) -> None:
+        self.enough = enough
+
+    def __call__(self, completion: str, truncated: bool) -> float:
+        polite = sum(word in POLITE for word in completion.split())
+        return min(1.0, polite / self.enough) * _ended(truncated)
 
 
 class Scaled:
@@ -85,18 +96,20 @@ class Scaled:
 
 
 def write_files(folder: Path) -> None:
-    """`rl.jsonl`, `held_out.jsonl`, `seen.jsonl` with a column `difficulty`, `sft.jsonl`; no prompt of the second is in
-    another, and the third are some of the first."""
+    """`rl.jsonl`, `held_out.jsonl`, `held_out_long.jsonl`, `seen.jsonl` with a column `difficulty`, `sft.jsonl`; no
+    prompt of the second and the third, which share some, is in another, and the fourth are some of the first."""
     draw = random.Random(0)
-    training, held_out = [], []
+    training, held_out, long = [], [], []
     for name, length in STRATA.items():
         words = [" ".join(letters) for letters in product(SYMBOLS, repeat=length)]
         draw.shuffle(words)
         cut = HELD_OUT[name]
         held_out += [(name, word) for word in words[:cut]]
         training += [(name, word) for word in words[cut : cut + TRAINING[name]]]
+        unseen = words[:cut] + words[cut + TRAINING[name] :]
+        long += [(name, word) for word in unseen[: HELD_OUT_LONG[name]]]
     seen = [(name, word) for name in STRATA for word in [w for n, w in training if n == name][: HELD_OUT[name]]]
-    for file, rows in (("rl", training), ("held_out", held_out), ("seen", seen)):
+    for file, rows in (("rl", training), ("held_out", held_out), ("held_out_long", long), ("seen", seen)):
         lines = ({"prompt": f"{word} {ASK}", "difficulty": name} for name, word in rows)
         write_lines(folder / f"{file}.jsonl", lines)
     pools = {name: [word for kind, word in training if kind == name] for name in STRATA}
@@ -143,6 +156,8 @@ def write_model(folder: Path) -> None:
 def prepare() -> None:
     """The task's files and the base model, in the current folder."""
     write_files(Path())
+    if Path("base").is_dir():
+        return
     write_model(Path("start"))
     fit = alignment("fit", str(Path(__file__).with_name("triconflict_sft")), "sft", experiment=EXPERIMENT)
     export(fit.checkpoint, Path("base"), force=True)

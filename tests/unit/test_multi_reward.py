@@ -27,6 +27,8 @@ def test_rewards_by_hand() -> None:
     assert accuracy("", asked, False) == 0
     assert sentiment("p1 a p2", False) == 0.5
     assert sentiment("p1 p1 p2 p2 p1", False) == 1
+    assert triconflict.Polite(2)("p1 a", False) == 0.5
+    assert triconflict.Polite(2)("p1 a p2 p1", True) == 0.5
     assert triconflict.Scaled("sentiment", 6)("p1 p1 p2 p2", asked, [1] * 12, True) == 3
     assert efficiency("b f a", [1, 2, 3, 4], False) == pytest.approx(0.419060, abs=1e-6)
     assert efficiency("", [], False) == 1
@@ -62,6 +64,10 @@ def test_files(tmp_path: Path) -> None:
     assert not unseen & {row["prompt"] for row in training + sft}
     for row in training:
         assert len(row["prompt"].split()) == triconflict.STRATA[row["difficulty"]] + 1
+    long = read_lines(tmp_path / "held_out_long.jsonl")
+    assert [sum(row["difficulty"] == name for row in long) for name in triconflict.STRATA] == [12, 26, 90]
+    assert len(prompts := {row["prompt"] for row in long}) == 128
+    assert not prompts & {row["prompt"] for row in training + sft}
     # every second symbol is right by chance or by the draw: 1/2 + 1/2 * 1/12
     said = [accuracy(row["completion"], row["prompt"], False) for row in sft]
     assert sum(said) / len(said) == pytest.approx(0.5 + 0.5 / 12, abs=0.01)
@@ -84,6 +90,20 @@ def test_golden_scores() -> None:
     assert scores.sensitivity([[0.9, 0.5, 0.3], [0.4, 0.8, 0.6]]) == pytest.approx(0.2)
     assert scores.within([1.0, 0.5, 0.9]) == pytest.approx(0.2)
     assert scores.within([0.0, 0.0]) == 0
+
+
+def test_percentiles_by_hand() -> None:
+    """Of 0, 1, ..., 20 the 5th percentile is 1 and the 95th 19."""
+    assert scores.percentiles([1, 10, 19, 20, 0], range(21)) == pytest.approx([0, 0.5, 1, 19 / 18, -1 / 18])
+    assert scores.percentiles([3.0, 4.0], [3.0, 3.0]) == [0, 0]
+
+
+def test_runs_needed_by_hand() -> None:
+    """One good setting of three is found at the first, second or third draw: 2 on average. Of two good ones of three
+    the first draw misses one time in three: 4 / 3."""
+    assert scores.runs_needed([10.0, 9.4, 1.0]) == 2
+    assert scores.runs_needed([10.0, 9.5, 1.0]) == pytest.approx(4 / 3)
+    assert scores.runs_needed([0.0, 0.0]) == 1
 
 
 def test_classes() -> None:
@@ -126,7 +146,13 @@ def test_configurations() -> None:
 def test_every_run_has_a_name_of_its_own() -> None:
     jobs = [*plan.table_jobs(range(10)), *plan.grid_jobs(range(3)), *plan.study_jobs(range(5))]
     jobs += [*plan.front_jobs(range(2)), *plan.dial_jobs(range(10)), *plan.language_jobs(), *plan.language_dial_jobs()]
-    assert len({job.name for job in jobs}) == len(jobs)
+    by_name = {job.name: job for job in jobs}
+    assert len(by_name) == len(jobs)
+    varied = {job.name: job for job in plan.variant_jobs([0])}
+    assert len(varied) == 48
+    shared = set(varied) & set(by_name)  # runs that the table and the sensitivity have already
+    assert shared == {f"{method}{cell}-0" for method in plan.VARIED for cell in ("", "-cell4")}
+    assert all(varied[name] == by_name[name] for name in shared)
     assert len(plan.CELLS) == 10
     assert plan.share(range(10), 3) == [0, 1, 2]
     assert plan.share(range(2), 5) == [0]
@@ -149,6 +175,31 @@ def test_a_row_by_hand() -> None:
     assert row.stability == "low"
     plain = 10 * (0.75 * 0.625) ** (1 / 3)
     assert row.phi == pytest.approx((10 - (10 + plain) / 2) / 10)
+
+
+def test_variants_by_hand() -> None:
+    """Scores of the first method (9, 1; 3, 7), of the second 5 everywhere. Percentiles of the first variant's
+    1, 5, 5, 9 are 1.6 and 8.4, of the second's 3, 5, 5, 7 are 3.3 and 6.7: the first method has 1.0882, -.0882;
+    -.0882, 1.0882."""
+    high = triconflict.HIGH["efficiency"]
+
+    def runs(value: float) -> list[dict[str, object]]:
+        return [numbers(0, [((value / 10) ** 3, 1.0, high)] * 2)]
+
+    def form(table: list[list[float]]) -> dict[str, object]:
+        return {v: dict(zip("ab", map(runs, row), strict=True)) for v, row in zip("xy", table, strict=True)}
+
+    parts = {"variants": {"gdpo": form([[9, 1], [3, 7]]), "grpo": form([[5, 5], [5, 5]])}}
+    first, second = report.variants_table(parts)[2:]
+    # tuned for each (9 + 7) / 2, one for all (9 + 3) / 2; phi 1.0882 - 1/2
+    assert first == "| GDPO | 8.00 | 6.00 | high (0.588) | 1.5 |"
+    assert second == "| GRPO, summed | 5.00 | 5.00 | low (0.000) | 1.0 |"
+    assert report.variant_scores(parts)[2:] == [
+        "| x; a | 9.00 | 5.00 |",
+        "| x; b | 1.00 | 5.00 |",
+        "| y; a | 3.00 | 5.00 |",
+        "| y; b | 7.00 | 5.00 |",
+    ]
 
 
 def test_the_readme_shows_what_was_measured() -> None:
