@@ -115,7 +115,7 @@ class HeadedMixin(OnlineMixin):
         self.profile: FusionProfile | None = None
         self.only: str | None = None
         self.kl_skips = 0
-        self._own_kl = OwnKL(self.heads_config.kl_every) if self.heads_config.kl else None
+        self._own_kl = OwnKL(self.heads_config.kl_every) if self.heads_config.kl or penalty.measure else None
         self._tally = Tally()
         self._means: dict[str, Tensor] = {}
 
@@ -261,7 +261,8 @@ class HeadedMixin(OnlineMixin):
             metrics[f"heads/dev/{name}"] = mean_of(routed.deviation[k])
         if self._own_kl is not None:
             head = lm_head_of(self.policy, self.heads.spec.pool)
-            own, values = self._own_kl(micro, routed.own, head, self.temperature)
+            with torch.set_grad_enabled(self.heads_config.kl > 0):
+                own, values = self._own_kl(micro, routed.own, head, self.temperature)
             total = total + self.heads_config.kl * own
             metrics |= {f"kl/{name}": kl_metric(v, torch.ones_like(v)) for name, v in zip(names, values, strict=True)}
         self.note(micro, seen)

@@ -25,12 +25,14 @@ class Evaluation:
         correlation: of the rewards over its completions, [K][K]; NaN where one does not vary.
         profile: per bin of places in the completion the mean fusion weight of each head since the last evaluation;
             empty for a policy without heads.
+        volume: hypervolume of the front of this evaluation and those before it.
     """
 
     step: int
     means: dict[str, float]
     correlation: list[list[float]]
     profile: list[list[float | None]] = field(default_factory=list)
+    volume: float = float("nan")
 
 
 def evaluation(step: int, rows: Sequence[Rewards], names: Sequence[str], profile: Any = ()) -> Evaluation:
@@ -80,12 +82,12 @@ class History:
 
 
 def draw_rewards(history: History, names: Sequence[str], path: Path) -> None:
-    """The last correlation, and for each pair of rewards the way of their means with its front."""
+    """The last correlation, for each pair of rewards the way of their means with its front, and the hypervolume."""
     from matplotlib.figure import Figure  # imported where it is used: it takes a second
 
     pairs = list(combinations(range(len(names)), 2))
-    figure = Figure(figsize=(3.8 * (1 + len(pairs)), 3.4), layout="constrained")
-    first, *others = figure.subplots(1, 1 + len(pairs))
+    figure = Figure(figsize=(3.8 * (2 + len(pairs)), 3.4), layout="constrained")
+    first, *others, growth = figure.subplots(1, 2 + len(pairs))
     last = history.evaluations[-1]
     image = first.imshow(np.array(last.correlation, dtype=float), cmap="coolwarm", vmin=-1, vmax=1)
     for a, row in enumerate(last.correlation):
@@ -108,6 +110,10 @@ def draw_rewards(history: History, names: Sequence[str], path: Path) -> None:
         axis.set_ylabel(names[b], fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         figure.colorbar(dots, ax=axis, label="step", shrink=0.8)
+    growth.plot(steps, [e.volume for e in history.evaluations], marker="o", markersize=3)
+    growth.set_title("hypervolume of the front so far", fontsize=9)
+    growth.set_xlabel("step", fontsize=9)
+    growth.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 

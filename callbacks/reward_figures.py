@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class RewardFigures(Callback):
     the MLflow run, and grow by evaluation:
 
         rewards.png   correlation of the rewards over the completions; for each pair of rewards the means at every
-                      evaluation, and their front
+                      evaluation, and their front; its hypervolume
         fusion.png    for a policy with heads the mean fusion weight of each head, by place in the completion and step
 
     Metrics: `val/hypervolume`, of the front of all evaluations so far, and `val/reward_corr/NAME/OTHER`.
@@ -90,6 +91,7 @@ class RewardFigures(Callback):
         found = evaluation(step, rows, names, weights)
         self.history.add(found)
         volume = self.history.hypervolume({name: self.reference.get(name, 0.0) for name in names})
+        self.history.add(replace(found, volume=volume))
         pl_module.log("val/hypervolume", volume, rank_zero_only=True)
         for a, first in enumerate(names):
             for b in range(a + 1, len(names)):

@@ -5,7 +5,9 @@
     A_k = (r_k - mean_g r_k) / (std_g r_k + eps)    S = sum_k w_k A_k    A = (S - mean S) / std S    as in modules.GDPO
 
 part              learns from                     held back by
-head k            A_k / std S: its own reward     beta KL(pi || ref) + beta_h KL(pi_k || ref)
+head k            A_k / std S: its own reward;    beta KL(pi || ref) + beta_h KL(pi_k || ref)
+                  A_k / std A_k where less, for
+                  opposed rewards cancel in S
 fusion            A                               beta KL(pi || ref) - c H(alpha)
 trunk, LM head    A; with isolation a sum over    beta KL(pi || ref)
                   k of w_k A_k / std S, of which
@@ -52,9 +54,10 @@ HEADS, FUSION, ISOLATION, COLD_START = HeadsConfig(), FusionConfig(), IsolationC
 class DecoupledPO(IsolatedMixin, L.LightningModule):
     """Trains a policy with one head for each reward. `predict` writes completions with their rewards.
 
-    Metrics: those of GDPO, and `fusion/alpha/NAME`, `fusion/entropy` (nats), `kl/NAME` (a head's own policy, nats per
-    token), `heads/dev/NAME` (distance of a head's states from the trunk's, relative), `grad_norm/trunk`, `/fusion`,
-    `/head/NAME`; with isolation `grad/cos/NAME/OTHER`, `grad/isolated/NAME`, `grad/ratio/NAME`, `grad_norm/NAME`.
+    Metrics: those of GDPO, and `fusion/alpha/NAME`, `fusion/entropy` (nats), `heads/dev/NAME` (distance of a head's
+    states from the trunk's, relative), with heads.kl or kl.measure `kl/NAME` (a head's own policy, nats per token),
+    `grad_norm/trunk`, `/fusion`, `/head/NAME`; with isolation `grad/cos/NAME/OTHER`, `grad/isolated/NAME`,
+    `grad/ratio/NAME`, `grad_norm/NAME`.
 
     Args:
         policy: the model to train; it is its own reference before the first step.

@@ -235,6 +235,16 @@ def test_golden_counts() -> None:
     assert counts == [3, 6, 14, 26, 38, 59, 81, 109, 145, 186]
 
 
+def test_a_sum_ranks_the_long_wrong_answer_first() -> None:
+    """Right or not, and polite words, which take room, of a short right answer and three wrong ones. The sums are
+    2, 6, 5, 0; decoupled, 3/2 - 2/sqrt(26/3) = .820634 is ahead of -1/2 + 3/sqrt(26/3) = .519049."""
+    rows: Rows = [[[1, 1], [0, 6], [0, 5], [0, 0]]]
+    assert table(rows).scores.tolist() == [2, 6, 5, 0]
+    assert summed(rows, eps=0.0) == pytest.approx([0.820634, 0.519049, 0.179366, -1.519049], abs=1e-6)
+    by_sum = estimate(ADVANTAGES.get("group"), table(rows)).values.tolist()
+    assert by_sum[0] < 0 < by_sum[1] == max(by_sum)
+
+
 def test_two_opposed_rewards_cancel() -> None:
     """Against section 3.1 of the paper: with two rewards of constant sum S is 0; a third reward or unequal weights keep
     a signal."""

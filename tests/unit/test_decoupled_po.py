@@ -208,6 +208,37 @@ def test_the_losses_of_rewards_sum_to_the_combined_one(tmp_path: Path) -> None:
             assert torch.allclose(one[name], several[name], atol=1e-5 * float(one[name].abs().max()) + 1e-7), name
 
 
+@pytest.mark.parametrize(
+    ("isolation", "passes"), [({}, 1), ({"mode": "project"}, 4), ({"mode": "project", "level": "states"}, 1)]
+)
+def test_backward_passes_of_the_trunk(isolation: dict[str, Any], passes: int, tmp_path: Path) -> None:
+    """One; where three rewards are compared at its parameters, one for each and one for the rest."""
+    seen = []
+
+    class Count(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            first = next(p for p in module.policy.parameters() if p.requires_grad)
+            first.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+
+    fit(decoupled(isolation=isolation), tmp_path, callbacks=[Count()], max_steps=1)
+    assert len(seen) == passes
+
+
+def test_the_kl_of_each_head_can_be_measured_alone(tmp_path: Path) -> None:
+    """Nothing but what is logged changes, and it is what the heads' own KL would show."""
+
+    def run(heads: float, measure: bool) -> Watch:
+        settings = {"heads": {"kl": heads, "kl_every": 1}, "kl": {"coefficient": 0.0, "measure": measure}}
+        return fit(with_heads(decoupled(**settings)), tmp_path)[0]
+
+    own, measured, plain = run(0.02, False), run(0.0, True), run(0.0, False)
+    names = [f"kl/{name}" for name in NAMES]
+    assert [measured.updates[0][name] for name in names] == [own.updates[0][name] for name in names]
+    assert measured.updates[0]["kl/odd"] > 0
+    assert not set(names) & set(plain.updates[0])
+    assert [a["loss"] for a in measured.updates] == [b["loss"] for b in plain.updates]
+
+
 def test_gram_matrix_at_the_states(tmp_path: Path) -> None:
     """Against the gradients themselves."""
     module = with_heads(decoupled(isolation={"mode": "project", "level": "states"}))

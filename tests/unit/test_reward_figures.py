@@ -70,6 +70,8 @@ def test_a_run_of_decoupled_po(tmp_path: Path) -> None:
     # two points on one falling line: a box each, less what they share
     (a, b), (c, d) = sorted(figures.history.points(["odd", "even"]))
     assert float(trainer.callback_metrics["val/hypervolume"]) == pytest.approx(a * b + (c - a) * d)
+    odds, evens = first.means["odd"], first.means["even"]
+    assert [first.volume, second.volume] == pytest.approx([odds * evens, a * b + (c - a) * d])
     assert float(trainer.callback_metrics["val/reward_corr/odd/even"]) == pytest.approx(-1)
     assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["fusion.png", "rewards.png"]
 
