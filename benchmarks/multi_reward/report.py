@@ -61,9 +61,13 @@ class Row:
         self.noise = statistics.stdev(values) if len(values) > 1 else 0.0
         each = [scores.overall(result(run)) for run in runs]
         self.am, self.least = (scores.iqm([e[kind] for e in each]) for kind in ("am", "min"))
+        self.am_interval, self.least_interval = (scores.interval([e[kind] for e in each]) for kind in ("am", "min"))
         self.shares = [statistics.mean(column) for column in zip(*map(result, runs), strict=True)]
         steady = [scores.stability(curve(run)) for run in runs]
         self.steady = {kind: statistics.mean(s[kind] for s in steady) for kind in steady[0]}
+        self.drawdown = scores.mean([s["drawdown"] for s in steady])
+        high, low = np.percentile([curve(run)[-1] for run in runs], [75, 25])
+        self.ends = float(high - low)
         self.stability = scores.stability_class(self.steady["drawdown"], self.steady["collapsed"])
         self.seconds = statistics.mean(run["cpu_seconds"] for run in runs)
         self.phi = None
@@ -99,8 +103,8 @@ def main_table(rows: Mapping[str, Row], ablations: bool, rewards: Sequence[str] 
                 METHODS[method].title,
                 f"{row.gm:.2f}",
                 f"{low:.2f} to {high:.2f}",
-                f"{row.am:.2f}",
-                f"{row.least:.2f}",
+                f"{row.am:.2f} ({row.am_interval[0]:.2f} to {row.am_interval[1]:.2f})",
+                f"{row.least:.2f} ({row.least_interval[0]:.2f} to {row.least_interval[1]:.2f})",
                 *(f"{value:.2f}" for value in row.shares),
                 f"{row.stability} ({row.steady['drawdown']:.2f})",
                 row.sensitivity,
@@ -131,14 +135,16 @@ def stability_table(rows: Mapping[str, Row]) -> list[str]:
     lines = [
         [
             METHODS[m].title,
-            *(f"{row.steady[kind]:.3f}" for kind in ("iqr", "drawdown", "cvar")),
+            "{:.3f} ({:.3f} to {:.3f})".format(*row.drawdown),
+            *(f"{row.steady[kind]:.3f}" for kind in ("iqr", "cvar", "sd")),
             f"{row.steady['collapsed']:.0%}",
+            f"{row.ends:.3f}",
             f"{row.noise:.2f}",
         ]
         for m, row in rows.items()
     ]
-    head = ["method", "IQR of differences", "largest drawdown", "CVaR 5 % of drawdown", "collapsed", "sd over seeds"]
-    return table(head, lines)
+    within = ["largest drawdown", "IQR of differences", "CVaR 5 % of drawdown", "sd in the last half", "collapsed"]
+    return table(["method", *within, "IQR of the ends over seeds", "sd of the score over seeds"], lines)
 
 
 def paired_lines(rows: Mapping[str, Row], method: str, others: Sequence[str]) -> list[str]:

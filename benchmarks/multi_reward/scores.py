@@ -46,7 +46,7 @@ def drawdowns(curve: Sequence[float]) -> list[float]:
 
 
 def stability(curve: Sequence[float]) -> dict[str, float]:
-    """`iqr`, `drawdown`, `cvar`, `collapsed` (0 or 1) of one run's curve."""
+    """`iqr`, `drawdown`, `cvar`, `collapsed` (0 or 1) of one run's curve, and the `sd` of its last half."""
     falls = sorted(drawdowns(curve), reverse=True)
     worst = falls[: max(1, math.ceil(0.05 * len(falls)))]
     high, low = np.percentile(np.diff(curve), [75, 25]) if len(curve) > 1 else (0.0, 0.0)
@@ -55,6 +55,7 @@ def stability(curve: Sequence[float]) -> dict[str, float]:
         "drawdown": falls[0],
         "cvar": statistics.mean(worst),
         "collapsed": float(curve[-1] < 0.8 * max(curve)),
+        "sd": statistics.stdev(last) if len(last := last_half(curve)) > 1 else 0.0,
     }
 
 
@@ -118,8 +119,12 @@ def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float, float, float]:
     """Mean difference over the seeds both have, with a 95 % bootstrap interval."""
-    gaps = [ours[seed] - theirs[seed] for seed in sorted(set(ours) & set(theirs))]
+    return mean([ours[seed] - theirs[seed] for seed in sorted(set(ours) & set(theirs))])
+
+
+def mean(values: Sequence[float]) -> tuple[float, float, float]:
+    """With a 95 % bootstrap interval."""
     draw = random.Random(0)
-    means = [statistics.mean(draw.choices(gaps, k=len(gaps))) for _ in range(RESAMPLES)]
+    means = [statistics.mean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES)]
     low, high = np.percentile(means, [2.5, 97.5])
-    return statistics.mean(gaps), float(low), float(high)
+    return statistics.mean(values), float(low), float(high)

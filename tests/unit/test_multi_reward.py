@@ -172,6 +172,9 @@ def test_a_row_by_hand() -> None:
     row = report.Row([run], {"cell": [numbers(0, [(1.0, 1.0, high)] * 2)]})
     # the curve is 0, .25^(1/3), 1, .125^(1/3) = .5
     assert row.steady["drawdown"] == pytest.approx(0.5)
+    assert row.drawdown == pytest.approx((0.5, 0.5, 0.5))
+    assert row.steady["sd"] == pytest.approx(0.125**0.5)  # of 1 and .5
+    assert (row.ends, report.Row([run, numbers(1, [(1.0, 1.0, high)] * 2)], None).ends) == pytest.approx((0, 0.25))
     assert row.stability == "low"
     plain = 10 * (0.75 * 0.625) ** (1 / 3)
     assert row.phi == pytest.approx((10 - (10 + plain) / 2) / 10)
