@@ -80,6 +80,7 @@ STUDY: dict[str, tuple[str, Mapping[str, Any]]] = {
     "rank 64": ("decoupled", _module(heads={"rank": 64})),
     "heads not scaled": ("decoupled", _module(heads={"scaled": False})),
     "fusion temperature 0.3": ("decoupled", _module(fusion={"temperature": 0.3})),
+    "fusion temperature 10": ("decoupled", _module(fusion={"temperature": 10.0})),
     "no bonus for even fusion": ("decoupled", _module(fusion={"entropy": 0.0})),
     "linear pool": ("decoupled", _module(fusion={"pool": "linear"})),
     "isolation: block": ("decoupled", _module(isolation={"mode": "block"})),
