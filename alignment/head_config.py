@@ -111,15 +111,17 @@ class ColdStartConfig:
 
     Args:
         rollouts: batches for each reward.
-        epochs: passes over the prompts for each reward; added to `rollouts`.
+        epochs: passes over the prompts for each reward; added to `rollouts`. Null: none; with `preset: brief` 3, unless
+            `rollouts` says how many.
     """
 
     rollouts: int = 0
-    epochs: float = 0.0
+    epochs: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rollouts < 0 or not 0 <= self.epochs < math.inf:
-            raise UserError(f"cold_start is {self.rollouts} rollouts and {self.epochs} epochs; both are at least 0")
+        if self.rollouts < 0 or not 0 <= (self.epochs or 0) < math.inf:
+            epochs = self.epochs or 0
+            raise UserError(f"cold_start is {self.rollouts} rollouts and {epochs} epochs; both are at least 0")
 
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

@@ -45,6 +45,7 @@ from alignment.penalties import KLConfig
 from alignment.policy import PolicyConfig
 from alignment.policy_losses import Reduction
 from alignment.rewards import RewardSpec
+from alignment.training import as_config
 from alignment.update import Counts
 
 KL = KLConfig(coefficient=0.02)
@@ -97,14 +98,14 @@ class DecoupledPO(IsolatedMixin, L.LightningModule):
         kl: KLConfig = KL,
         **settings: Any,
     ) -> None:
-        form = preset_values(preset)
+        form, start = preset_values(preset), as_config(ColdStartConfig, cold_start)
         super().__init__(
             policy=policy,
             rewards=rewards,
             heads=with_preset(HeadsConfig, heads, form.get("heads")),
             fusion=fusion,
             isolation=with_preset(IsolationConfig, isolation, form.get("isolation")),
-            cold_start=with_preset(ColdStartConfig, cold_start, form.get("cold_start")),
+            cold_start=with_preset(ColdStartConfig, start, None if start.rollouts else form.get("cold_start")),
             budget=budget,
             kl_limit=kl_limit,
             kl=kl,

@@ -65,7 +65,7 @@ METHODS: dict[str, Method] = {
         ablation=True,
     ),
     "decoupled_brief": Method(
-        title="DecoupledPO, `preset: brief`",
+        title="DecoupledPO, `preset: brief`, cold start of 10 batches a head",
         module=HEADS,
         settings={"preset": "brief", "cold_start": {"rollouts": 10}},
         ablation=True,

@@ -501,6 +501,10 @@ def test_preset_brief() -> None:
     assert (module.isolation.config.mode, module.isolation.config.threshold) == ("project", 0.25)
     assert (module.cold_start.epochs, module.heads_config.every) == (3.0, 3)
     assert decoupled(preset="brief").heads_config.rank == 64
+    given: list[dict[str, Any]] = [{"rollouts": 10}, {"epochs": 0.0}]
+    starts = [decoupled(preset="brief", cold_start=start).cold_start for start in given]
+    assert [(start.rollouts, start.epochs or 0) for start in starts] == [(10, 0), (0, 0)]
+    assert decoupled().cold_start.epochs is None
 
 
 def test_real_counts_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
