@@ -72,6 +72,10 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
 trained and evaluated on."""
 
 STUDY: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "no routes: heads learn from the combined advantage": (
+        "decoupled",
+        {"model": {"class_path": "benchmarks.multi_reward.routing.OneRoute"}},
+    ),
     "heads step with the trunk": ("decoupled", _module(heads={"every": 1})),
     "heads at a third of the rate instead": ("decoupled", _module(heads={"between": "rate"})),
     "no KL of the heads' own": ("decoupled", _module(heads={"kl": 0.0})),
