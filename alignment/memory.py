@@ -11,10 +11,11 @@ optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for ea
 reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
 critic       an fp32 head and 4 T H of states for it; with a trunk of its own (the policy's or the reward model's, both
              without LM head) its weights, gradients, optimizer, and activations, which are kept beside the policy's
-activations  T b (6 H + 4 A + 4 I + W) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
-             fp32, where norms keep fp32 values); 3 T b H after the last. With LoRA 4 H in place of 6 or 8; adapters are
-             fp32, so below that T (4 (5 H + A + I) - b I) more for the copies of their inputs. With gradient
-             checkpointing T b H a layer and one whole layer. The plain log-prob path adds T V (b + 8) for its logits.
+activations  T b (6 H + 4 A + 4 I) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
+             fp32, where norms keep fp32 values), and T b W where attention needs masks; 3 T b H after the last. With
+             LoRA 4 H in place of 6 or 8; adapters are fp32, so below that T (4 (5 H + A + I) - b I) more for the copies
+             of their inputs. With gradient checkpointing T b H a layer and one whole layer. The plain log-prob path
+             adds T V (b + 8) for its logits.
 
 The last is a model of the usual architecture, measured on Llama; the others are exact to a few hundred bytes a tensor.
 Not counted: the framework itself, buffers of gradient reduction, fragmentation.
@@ -61,6 +62,7 @@ class Plan:
         row_tokens: tokens in the longest row, if the data has a limit; None assumes one row of all tokens.
         critic: what estimates values; None for an algorithm without.
         gradients: how many of each parameter are kept at once.
+        masks: attention takes a mask over whole rows, and not groups one by one (`alignment.prefix_attention`).
     """
 
     policy: PolicyConfig
@@ -70,6 +72,7 @@ class Plan:
     row_tokens: int | None = None
     critic: CriticConfig | None = None
     gradients: int = 1
+    masks: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +257,7 @@ def _activation_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int
     mlp = experts * (max(widths) if isinstance(widths, list) else widths)  # some architectures give one a layer
     lora = plan.policy.lora is not None
     norms = (4 if lora else 6 if b == 4 else 8) * hidden
-    layer = tokens * b * (norms + 4 * attention + 4 * mlp + row)
+    layer = tokens * b * (norms + 4 * attention + 4 * mlp + (row if plan.masks else 0))
     if lora and b < 4:
         layer += tokens * (4 * (5 * hidden + attention + mlp) - b * mlp)
     layers = text.num_hidden_layers

@@ -91,8 +91,13 @@ class PolicyMixin(TrainingMixin):
         if tokens is None:
             tokens = longest * data.batch_size if isinstance(data, SizedBatches) else 0
         optim = self.optim if trainer.state.fn == TrainerFn.FITTING else None
+        policy = self.policy_config
         return memory.Plan(
-            policy=self.policy_config, optim=optim, micro_batch_tokens=tokens, row_tokens=longest or None
+            policy=policy,
+            optim=optim,
+            micro_batch_tokens=tokens,
+            row_tokens=longest or None,
+            masks=self.target_device.type != "cpu" or policy.attention != "sdpa" or policy.gradient_checkpointing,
         )
 
     def _report_memory(self, trainer: L.Trainer) -> None:

@@ -250,14 +250,15 @@ def fronts_table(numbers: Mapping[str, Any]) -> list[str]:
 def dial_table(dial: Mapping[str, Any], runs: Mapping[str, Sequence[Numbers]]) -> list[str]:
     """The end of the run: the dial left alone, and set to what is best on training prompts; both on held-out ones.
 
-    `dial`: `points` and `training` of every seed. `runs`: of every method.
+    `dial`: `points` and `training` of the first seeds. `runs`: of every method.
     """
     chosen = []
     for points, training in zip(dial["points"], dial["training"], strict=True):
         held_out, seen = front_of(points), front_of(training)
         best = max(range(len(seen)), key=lambda i: scores.overall(seen[i])["gm"])
         chosen.append(held_out[best])
-    ends = {method: [tuple(shares(run)[-1]) for run in runs[method]] for method in ("gdpo", "decoupled")}
+    seeds = len(chosen)
+    ends = {method: [tuple(shares(run)[-1]) for run in runs[method][:seeds]] for method in ("gdpo", "decoupled")}
     lines = []
     for title, found in (
         ("GDPO", ends["gdpo"]),

@@ -283,9 +283,10 @@ def test_a_reward_model_without_dropout_and_with_checkpointing(tmp_path: Path, t
         values.sum().backward()
         found.append([values.detach(), *(p.grad for p in module.critic.parameters())])
         assert all(p.grad is not None for p in module.critic.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for plain, again in zip(*found, strict=True):  # attention takes another way where it is recomputed
+        torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-5)
     with torch.no_grad():
-        assert torch.equal(module.values(batch), found[0][0])
+        torch.testing.assert_close(module.values(batch), found[0][0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_larger_vocabulary_of_the_reward_model_does_no_harm(tmp_path: Path, tiny_tokenizer) -> None:

@@ -179,7 +179,7 @@ def test_activations_are_within_ten_percent_of_what_autograd_keeps(
     arch = SMALL | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers}
     config = PolicyConfig(arch=arch, dtype=dtype, lora=lora)
     batch = GroupBatch.from_groups([Group(prompt=[1] * 128, completions=[[5] * 64, [6] * 64])])
-    expected = estimate(Plan(policy=config, micro_batch_tokens=256)).activations
+    expected = estimate(Plan(policy=config, micro_batch_tokens=256, masks=False)).activations
     assert saved_bytes(config, batch) == pytest.approx(expected, rel=0.1)
 
 
