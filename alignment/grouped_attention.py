@@ -46,16 +46,23 @@ def configs_of(inner: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 @contextmanager
+def attending_by(name: str, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
+    """Inside the block a model with these configs that attends by sdpa does so by the attention of this name."""
+    changed = [config for config in configs if config._attn_implementation == "sdpa"]
+    try:
+        for config in changed:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config in changed:
+            config._attn_implementation = "sdpa"
+
+
+@contextmanager
 def grouped_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
     """Inside the block a model with these configs that attends by sdpa does so without copies.
 
     It must be given its masks: under this name transformers makes none.
     """
-    changed = [config for config in configs if config._attn_implementation == "sdpa"]
-    try:
-        for config in changed:
-            config._attn_implementation = _NAME
+    with attending_by(_NAME, configs):
         yield
-    finally:
-        for config in changed:
-            config._attn_implementation = "sdpa"

@@ -96,19 +96,19 @@ def best_fit_decreasing(sizes: Sequence[int], width: int) -> list[list[int]]:
 def pack(batch: GroupBatch, pad_id: int) -> Layout:
     """Lay out a batch of at least one group in rows as wide as its longest group. `pad_id` fills, it never masks."""
     device = batch.device
-    sizes = batch.group_tokens().tolist()
+    inside = _by_group(batch)
+    sizes = [section.size for section in inside]
     width = max(sizes)
     rows = best_fit_decreasing(sizes, width)
     starts = [0] * len(sizes)
     sections = []
-    inside = _by_group(batch)
     for r, members in enumerate(rows):
-        at = r * width
+        cell = r * width
         for g in members:
-            starts[g] = at
-            at += sizes[g]
+            starts[g] = cell
+            cell += sizes[g]
             sections.append(inside[g])
-        if room := (r + 1) * width - at:
+        if room := (r + 1) * width - cell:
             sections.append(Section(room, padding=True))
     start = torch.tensor(starts, dtype=torch.int64, device=device)
 

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from alignment.grouped_attention import attending_by
 from alignment.layout import Section
 
 _NAME = "prefix_sdpa"
@@ -42,15 +43,11 @@ def prefix_attention(configs: Sequence[PreTrainedConfig], sections: Sequence[Sec
     For a forward only: nothing of it is known to a backward that runs the model again (gradient checkpointing).
     """
     token = _SECTIONS.set(sections)
-    changed = [config for config in configs if config._attn_implementation == "sdpa"]
     try:
-        for config in changed:
-            config._attn_implementation = _NAME
-        yield
+        with attending_by(_NAME, configs):
+            yield
     finally:
         _SECTIONS.reset(token)
-        for config in changed:
-            config._attn_implementation = "sdpa"
 
 
 def _attention(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.performance.workloads import Shape, Workload
+from benchmarks.performance.workloads import EPOCHS, Shape, Workload
 
 ADAMW_BYTES = 28
 """Of traffic per fp32 parameter and step: weight, gradient and two moments are read, all but the gradient written."""
@@ -93,10 +93,6 @@ def flops(work: Workload, lengths: list[int] | None = None) -> float:
     critic = forward(shape, tokens, attended, 0.0)
     # Critic: values once, then trained; reward model once.
     return work.rows * (prefill + decode + EPOCHS * (train + 3 * critic) + reference + 2 * critic)
-
-
-EPOCHS = 4
-"""Passes of PPO over a rollout."""
 
 
 def least_bytes(work: Workload) -> Mapping[str, float]:

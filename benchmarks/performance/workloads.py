@@ -27,6 +27,8 @@ from benchmarks.online.bench import write_lines
 Kind = Literal["sft", "rm", "dpo", "grpo", "gdpo", "ppo"]
 
 PAD, END = "<pad>", "<eos>"
+EPOCHS = 4
+"""Passes of PPO over a rollout."""
 LENGTH = 32_768
 """Positions of the models: more than any row has."""
 
@@ -236,7 +238,7 @@ def specify(work: Workload, folder: Path, steps: int, **changes: Any) -> dict[st
         "as_it_comes": False,
         "replay": None,
         "work": str((folder / "work").resolve()),
-        "epochs": 4,
+        "epochs": EPOCHS,
         "accelerator": "gpu" if work.gpu else "cpu",
         **changes,
     }
