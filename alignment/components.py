@@ -56,15 +56,16 @@ class Objectives:
         """[K] L2 norms of the gradients."""
         return self.gram.diagonal().sqrt()
 
-    def metrics(self, coefficients: Tensor) -> Metrics:
-        """`loss/NAME`, `grad_norm/NAME`, `grad/weight/NAME` (a_k), and `grad/cos/NAME/OTHER` of gradients that both
-        have a length."""
+    def metrics(self, coefficients: Tensor | None) -> Metrics:
+        """`loss/NAME`, `grad_norm/NAME`, with coefficients `grad/weight/NAME` (a_k), and `grad/cos/NAME/OTHER` of
+        gradients that both have a length."""
         one, norms = torch.ones((), dtype=torch.float64), self.norms
         out: Metrics = {}
         for k, name in enumerate(self.names):
             out[f"loss/{name}"] = (self.losses[k], one)
             out[f"grad_norm/{name}"] = (norms[k], one)
-            out[f"grad/weight/{name}"] = (coefficients[k], one)
+            if coefficients is not None:
+                out[f"grad/weight/{name}"] = (coefficients[k], one)
         for j, k in combinations(range(len(self.names)), 2):
             if float(norms[j] * norms[k]) > 0:
                 out[f"grad/cos/{self.names[j]}/{self.names[k]}"] = (self.gram[j, k] / (norms[j] * norms[k]), one)
@@ -97,7 +98,7 @@ def update_objectives(
     batch: GroupBatch,
     parts_fn: PartsFn,
     names: Sequence[str],
-    combine: CombineFn,
+    combine: CombineFn | None,
     *,
     keep_groups: bool = True,
     counts: Counts | None = None,
@@ -105,7 +106,7 @@ def update_objectives(
     """`alignment.update.update` with a gradient combined from those of the objectives `names`.
 
     The logged loss is sum_k a_k L_k + L_rest, whose gradient this is. `combine` is not asked when something is not
-    finite; the step is then skipped as usual.
+    finite; the step is then skipped as usual. None: the objectives are only measured, and the rest is all there is.
 
     Raises ValueError when an objective depends on a parameter that got no gradient from it.
     """
@@ -120,11 +121,16 @@ def update_objectives(
     chosen = [stores[name] for name in names]
     losses = distributed.all_reduce_sum(shares).cpu()
     found = Objectives(names=tuple(names), gram=gram_of([s.gradients for s in chosen]).cpu(), losses=losses[:-1])
-    finite = bool(torch.isfinite(losses).all() and torch.isfinite(found.gram).all())
-    coefficients = combine(found).double() if finite else torch.full_like(found.losses, torch.nan)
+    share, coefficients = shares[-1], None
+    if combine is None:
+        chosen = []
+    else:
+        finite = bool(torch.isfinite(losses).all() and torch.isfinite(found.gram).all())
+        coefficients = combine(found).double() if finite else torch.full_like(found.losses, torch.nan)
+        share = (shares[:-1] * coefficients.to(shares)).sum() + share
+    factors = [1.0] if coefficients is None else [*coefficients.tolist(), 1.0]
     for p, *gradients in zip(parameters, *(s.gradients for s in chosen), stores[REST].gradients, strict=True):
-        p.grad = weighted_sum(gradients, [*coefficients.tolist(), 1.0])
-    share = (shares[:-1] * coefficients.to(shares)).sum() + shares[-1]
+        p.grad = weighted_sum(gradients, factors)
     if distributed.rank() == 0:
         add_metrics(metrics, found.metrics(coefficients))
     step(module, batch, share, metrics, dict(zip(names, found.norms.tolist(), strict=True)))

@@ -1,7 +1,8 @@
 """IsolatedMixin: updates of modules with heads, whose trunk is pulled by several rewards (`alignment.isolation`).
 
 isolation         trunk's gradient                             passes of the trunk
-none              of one loss with the combined advantage      1 forward, 1 backward
+none              of one loss with the combined advantage      1 forward, 1 backward; at every measure_every-th update
+                                                               K + 1 backward
 at parameters     of K losses, combined                        1 forward, K + 1 backward
 at states         of K losses, combined                        2 forward, 1 backward
 
@@ -13,13 +14,15 @@ slope of L_k in the log-prob.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 
-from alignment import distributed
+from alignment import distributed, memory
 from alignment.batches import GroupBatch
 from alignment.components import REST, Objectives, update_objectives
 from alignment.headed import Seen, held
@@ -63,6 +66,12 @@ class IsolatedMixin(SteeredMixin):
 
     # ------------------------------------------------------------------ updates
 
+    def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
+        config = self.isolation.config
+        one_by_one = config.level == "parameters" if config.needed else config.measure_every > 0
+        kept = len(self.isolation.names) + 1 if one_by_one else 1
+        return replace(super().memory_plan(trainer), gradients=kept)
+
     @property
     def gradient_names(self) -> tuple[str, ...]:
         """See `alignment.watching.HasRewardGradients`."""
@@ -79,8 +88,10 @@ class IsolatedMixin(SteeredMixin):
         self._reward_norms = {}
         self.begin_update(part)
         config, names = self.isolation.config, self.isolation.names
-        if not config.needed or self.solo is not None:
+        if self.solo is not None or not (config.needed or self._measuring):
             self.update(part, self.loss, keep_groups=False)
+        elif not config.needed:
+            update_objectives(self, part, self.measured, names, None, keep_groups=False)
         elif config.level == "parameters":
             update_objectives(self, part, self.objectives, names, self.combine, keep_groups=False)
         else:
@@ -104,6 +115,19 @@ class IsolatedMixin(SteeredMixin):
         seen = self.see(micro)
         rest, metrics = self.rest(micro, seen, counts)
         return {**self.reward_losses(micro, seen.logps[0], counts), REST: rest}, metrics
+
+    def measured(self, micro: GroupBatch, counts: Counts) -> tuple[Mapping[str, Tensor], Metrics]:
+        """The rewards' losses, and the whole loss beside them."""
+        seen = self.see(micro)
+        rest, metrics = self.rest(micro, seen, counts)
+        whole = rest + self.combined_loss(micro, seen.logps[0], counts)
+        return {**self.reward_losses(micro, seen.logps[0], counts), REST: whole}, metrics
+
+    @property
+    def _measuring(self) -> bool:
+        """Whether the update that comes is one at which gradients are only measured one by one."""
+        every = self.isolation.config.measure_every
+        return every > 0 and len(self.isolation.names) > 1 and (self.guard.updates + 1) % every == 0
 
     def combine(self, found: Objectives) -> Tensor:
         """[A] coefficients. A collective."""

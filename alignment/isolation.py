@@ -52,12 +52,16 @@ class IsolationConfig:
             forward pass in place of the backward passes.
         ratio: name -> share of the gradient's length that a reward should have; rewards that are not named have 1.
             Null: lengths stay as they are.
+        measure_every: without mode and ratio, updates from one to the next at which the rewards' gradients are taken
+            one by one all the same, to log their norms and cosines; it changes no weight, but keeps as many
+            gradients as a mode would. 0: never.
     """
 
     mode: IsolationMode = "none"
     threshold: float = 0.25
     level: Level = "parameters"
     ratio: dict[str, float] | None = None
+    measure_every: int = 0
 
     def __post_init__(self) -> None:
         for name, value, kinds in (("mode", self.mode, IsolationMode), ("level", self.level, Level)):
@@ -67,6 +71,8 @@ class IsolationConfig:
             raise UserError(f"isolation.threshold is {self.threshold}; it is at least 0 and below 1")
         if self.ratio is not None and not all(share > 0 for share in self.ratio.values()):
             raise UserError("isolation.ratio has a share that is not above 0")
+        if self.measure_every < 0:
+            raise UserError(f"isolation.measure_every is {self.measure_every}; use at least 1, or 0 for never")
 
     @property
     def needed(self) -> bool:

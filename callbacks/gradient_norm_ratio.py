@@ -20,6 +20,8 @@ from alignment.watching import HasHeads, HasMetrics, HasRewardGradients
 Of = Literal["rewards", "heads", "groups"]
 
 BAND = (2 / 3, 3 / 2)
+TOLD = 1.25
+"""How much a factor moves, up or down, until it is told again: it moves a little at every update."""
 HEAD = "head/"
 
 
@@ -27,8 +29,9 @@ class GradientNormRatio(Callback):
     """Compares gradient norms before clipping with a ratio, and can steer towards it (`alignment.gradient_ratio`).
 
     Metrics: `grad/dev/NAME`, the norm's moving average over what its share would make it: 1 where the ratio is kept;
-    of heads `grad/dev/head/NAME`. With `control` also `grad/factor/NAME`. Event `gradient_ratio`: a norm leaves the
-    band from 2/3 to 3/2; it is told again when it has come back and leaves once more.
+    of heads `grad/dev/head/NAME`. With `control` also `grad/factor/NAME`. Events: `gradient_ratio`, a norm leaves the
+    band from 2/3 to 3/2, told again when it has come back and leaves once more; `gradient_control`, a factor has moved
+    by a quarter since it was last told.
 
     Args:
         target: name -> share, for example {professional: 1, sentiment: 1.2, efficiency: 0.8}; names that are not given
@@ -56,6 +59,7 @@ class GradientNormRatio(Callback):
         self.target, self.of, self.ema, self.control = dict(target or {}), of, ema, control
         self.averages: dict[str, float] = {}
         self.outside: set[str] = set()
+        self.told: dict[str, float] = {}
 
     @property
     def state_key(self) -> str:
@@ -131,6 +135,7 @@ class GradientNormRatio(Callback):
         if self.control:
             chosen = self._steer(module)
             module.note_values({f"grad/factor/{prefix}{name}": value for name, value in chosen.items()})
+            self._tell(trainer, prefix, chosen)
 
     def _state(self) -> tuple[Tensor, Tensor]:
         """(moving averages, shares), in the order of the averages."""
@@ -144,6 +149,15 @@ class GradientNormRatio(Callback):
             text = f"the gradient of {name} is {found[name]:.3g} times what its share would make it"
             record_event(trainer, "gradient_ratio", f"{text} (band {low:.3g} to {high:.3g})")
         self.outside = outside
+
+    def _tell(self, trainer: L.Trainer, prefix: str, chosen: Mapping[str, float]) -> None:
+        what = "learning rate" if prefix else "gradient"
+        for name, factor in chosen.items():
+            before = self.told.get(name, 1.0)
+            if max(factor / before, before / factor) >= TOLD:
+                text = f"the {what} of {prefix}{name} is multiplied by {factor:.3g} from now on, before by {before:.3g}"
+                record_event(trainer, "gradient_control", text)
+                self.told[name] = factor
 
     def _steer(self, module: L.LightningModule) -> dict[str, float]:
         chosen = dict(zip(self.averages, factors(*self._state()).tolist(), strict=True))
@@ -159,10 +173,11 @@ class GradientNormRatio(Callback):
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"averages": dict(self.averages), "outside": sorted(self.outside)}
+        return {"averages": dict(self.averages), "outside": sorted(self.outside), "told": dict(self.told)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.averages, self.outside = dict(state_dict["averages"]), set(state_dict["outside"])
+        self.told = dict(state_dict["told"])
 
 
 def _kinds(module: L.LightningModule) -> list[Of]:

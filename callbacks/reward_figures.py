@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from alignment import distributed
+from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.folders import run_folder
 from alignment.fusion_profile import FusionProfile, HasProfile
-from alignment.reward_history import History, draw_fusion, draw_rewards, evaluation
+from alignment.reward_history import Evaluation, History, draw_fusion, draw_rewards, evaluation
 from alignment.tracking import TrackingLogger
 
 
 class RewardFigures(Callback):
     """Draws what the rewards of a validation say together. Files go into the run's folder and among the artifacts of
-    the MLflow run, and grow by evaluation:
+    the MLflow run, and grow by evaluation; the end of training is one, if updates came after the last validation.
 
-        rewards.png   correlation of the rewards over the completions; for each pair of rewards the means at every
-                      evaluation, and their front; its hypervolume
-        fusion.png    for a policy with heads the mean fusion weight of each head, by place in the completion and step
+        rewards.png        correlation of the rewards over the completions; for each pair of rewards the means at every
+                           evaluation, and their front; its hypervolume
+        fusion.png         for a policy with heads the mean fusion weight of each head, by place in the completion and
+                           step
+        test_rewards.png   after `test`: that one evaluation
 
-    Metrics: `val/hypervolume`, of the front of all evaluations so far, and `val/reward_corr/NAME/OTHER`.
+    Metrics: `val/hypervolume`, of the front of all evaluations so far, and `val/reward_corr/NAME/OTHER`; `test/...`.
 
     It needs a module whose validation steps return rows with `rewards` (those that sample do) and at least two rewards.
 
@@ -72,44 +76,82 @@ class RewardFigures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if isinstance(outputs, list):
-            self._rows += [row["rewards"] for row in outputs if isinstance(row, Mapping) and "rewards" in row]
+        self._collect(outputs)
+
+    on_test_epoch_start, on_test_batch_end = on_validation_epoch_start, on_validation_batch_end
+
+    def _collect(self, rows: Any) -> None:
+        if isinstance(rows, list):
+            self._rows += [row["rewards"] for row in rows if isinstance(row, Mapping) and "rewards" in row]
 
     # ------------------------------------------------------------------ writing
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A collective."""
-        if trainer.sanity_checking or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not trainer.sanity_checking:
+            self._log(pl_module, "val", self._evaluate(trainer, pl_module, _step(trainer), self.history, ""))
+
+    def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A collective. Other prompts than those of the history: the front is this one point."""
+        self._log(pl_module, "test", self._evaluate(trainer, pl_module, _step(trainer), History(), "test_"))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Where the last updates came after the last validation, what they led to is sampled now. A collective."""
+        data, done, last = trainer.val_dataloaders, self.history.evaluations, _step(trainer) - 1
+        if data is None or not done or done[-1].step == last or not isinstance(pl_module, Judges):
             return
+        self._rows = []
+        for batch in itertools.islice(data, int(trainer.num_val_batches[0])):
+            self._collect(pl_module.judge(batch.to(pl_module.device)))
+        self._evaluate(trainer, pl_module, last, self.history, "")
+
+    def _evaluate(
+        self, trainer: L.Trainer, module: L.LightningModule, step: int, history: History, prefix: str
+    ) -> Evaluation | None:
+        """Add the rows of all ranks to a history and draw it. None without any."""
         parts: Any = distributed.all_gather_objects(self._rows)
-        rows, names = [row for part in parts for row in part], _names(pl_module)
-        profile = pl_module.profile if isinstance(pl_module, HasProfile) else None
-        weights = [] if profile is None else profile.take(pl_module.device)
-        if not rows:
-            return
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # which Lightning logs the metrics at
+        rows, names = [row for part in parts for row in part], _names(module)
+        # Fusion weights are those of training since the last evaluation; a test has none.
+        profile = module.profile if isinstance(module, HasProfile) and not prefix else None
+        weights = [] if profile is None else profile.take(module.device)
+        if not rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
         found = evaluation(step, rows, names, weights)
-        self.history.add(found)
-        volume = self.history.hypervolume({name: self.reference.get(name, 0.0) for name in names})
-        self.history.add(replace(found, volume=volume))
-        pl_module.log("val/hypervolume", volume, rank_zero_only=True)
-        for a, first in enumerate(names):
-            for b in range(a + 1, len(names)):
-                if (value := found.correlation[a][b]) == value:
-                    pl_module.log(f"val/reward_corr/{first}/{names[b]}", value, rank_zero_only=True)
+        history.add(found)
+        volume = history.hypervolume({name: self.reference.get(name, 0.0) for name in names})
+        found = replace(found, volume=volume)
+        history.add(found)
         folder = run_folder(trainer)
         if trainer.is_global_zero:
-            self._draw(trainer, folder, names, profile)
+            self._draw(trainer, folder, history, names, profile, prefix)
+        return found
 
-    def _draw(self, trainer: L.Trainer, folder: Path, names: list[str], profile: FusionProfile | None) -> None:
+    @staticmethod
+    def _log(module: L.LightningModule, stage: str, found: Evaluation | None) -> None:
+        if found is None:
+            return
+        module.log(f"{stage}/hypervolume", found.volume, rank_zero_only=True)
+        for (a, first), (b, second) in itertools.combinations(enumerate(found.means), 2):
+            if (value := found.correlation[a][b]) == value:
+                module.log(f"{stage}/reward_corr/{first}/{second}", value, rank_zero_only=True)
+
+    @staticmethod
+    def _draw(
+        trainer: L.Trainer,
+        folder: Path,
+        history: History,
+        names: list[str],
+        profile: FusionProfile | None,
+        prefix: str,
+    ) -> None:
         """What goes wrong with the disk is a warning: training does not depend on it."""
-        pictures = [folder / "rewards.png"]
+        pictures = [folder / f"{prefix}rewards.png"]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            draw_rewards(self.history, names, pictures[0])
-            if profile is not None and any(e.profile for e in self.history.evaluations):
+            draw_rewards(history, names, pictures[0])
+            if profile is not None and any(e.profile for e in history.evaluations):
                 pictures.append(folder / "fusion.png")
-                draw_fusion(self.history, names, profile.width, pictures[1])
+                draw_fusion(history, names, profile.width, pictures[1])
         except OSError as ex:
             rank_zero_warn(f"callbacks.RewardFigures cannot write into {folder}: {ex}")
             return
@@ -125,6 +167,21 @@ class RewardFigures(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state_dict(state_dict)
+
+
+@runtime_checkable
+class Judges(Protocol):
+    """A module that samples and scores prompts outside of a loop: `alignment.online.OnlineMixin`."""
+
+    def judge(self, batch: GroupBatch) -> list[dict[str, Any]]:
+        """Rows of sampled completions, with the mapping `rewards`: name -> value, None where it abstained."""
+        ...
+
+
+def _step(trainer: L.Trainer) -> int:
+    """At which Lightning logs the metrics of an evaluation: the updates before the last one while training goes on, all
+    of them after it."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _names(module: L.LightningModule) -> list[str]:

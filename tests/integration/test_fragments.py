@@ -94,9 +94,10 @@ def test_the_callbacks_of_several_rewards_run(workdir: Path, capsys: pytest.Capt
     ]
     added = [callback["class_path"] for callback in yaml.safe_load(path.read_text())["trainer"]["callbacks+"]]
     assert named[1] == named[0] + added
-    assert main(["fit", *words, *QUIET]) == 0
+    assert "measure_every: 50" in path.read_text()
+    assert main(["fit", *words, "--model.preset=amended", "--model.isolation.measure_every=1", *QUIET]) == 0
     logged = "".join(file.read_text() for file in workdir.rglob("metrics.jsonl"))
-    for name in ("grad/dev/", "fusion/jitter", "fusion/entropy_coefficient", "val/reward"):
+    for name in ("grad/dev/", "grad_norm/warm", "fusion/jitter", "fusion/entropy_coefficient", "val/reward"):
         assert f'"{name}' in logged
 
 

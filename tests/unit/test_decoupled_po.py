@@ -208,9 +208,16 @@ def test_the_losses_of_rewards_sum_to_the_combined_one(tmp_path: Path) -> None:
             assert torch.allclose(one[name], several[name], atol=1e-5 * float(one[name].abs().max()) + 1e-7), name
 
 
-@pytest.mark.parametrize(
-    ("isolation", "passes"), [({}, 1), ({"mode": "project"}, 4), ({"mode": "project", "level": "states"}, 1)]
-)
+PASSES: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"measure_every": 2}, 1),
+    ({"measure_every": 1}, 4),
+    ({"mode": "project"}, 4),
+    ({"mode": "project", "level": "states"}, 1),
+]
+
+
+@pytest.mark.parametrize(("isolation", "passes"), PASSES)
 def test_backward_passes_of_the_trunk(isolation: dict[str, Any], passes: int, tmp_path: Path) -> None:
     """One; where three rewards are compared at its parameters, one for each and one for the rest."""
     seen = []
@@ -222,6 +229,34 @@ def test_backward_passes_of_the_trunk(isolation: dict[str, Any], passes: int, tm
 
     fit(decoupled(isolation=isolation), tmp_path, callbacks=[Count()], max_steps=1)
     assert len(seen) == passes
+
+
+def test_gradients_of_rewards_are_measured_without_changing_anything(tmp_path: Path) -> None:
+    """At every second update, and what is logged there is what isolation measures on the same weights."""
+
+    def run(steps: int, **isolation: Any) -> tuple[Watch, dict[str, Any]]:
+        module = decoupled(isolation=isolation)
+        return fit(module, tmp_path, max_steps=steps)[0], weights_of(module)
+
+    plain, weights = run(2)
+    measured, same = run(2, measure_every=2)
+    assert same == weights
+    assert [row["loss"] for row in measured.logged] == [row["loss"] for row in plain.logged]
+    cosines = {"grad/cos/odd/low", "grad/cos/odd/length", "grad/cos/low/length"}
+    lengths = {f"grad_norm/{name}" for name in NAMES}
+    assert [cosines | lengths <= set(row) for row in measured.logged] == [False, True]
+    assert not any(name.startswith("grad/") for row in plain.logged for name in row)
+    first, _ = run(1, measure_every=1)
+    isolated, _ = run(1, mode="block", threshold=0.99)
+    for name in cosines | lengths:
+        assert first.logged[0][name] == pytest.approx(isolated.logged[0][name], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("isolation", "kept"), [({}, 1), ({"measure_every": 9}, 4), *(case for case in PASSES if "mode" in case[0])]
+)
+def test_memory_counts_the_gradients_of_rewards(isolation: dict[str, Any], kept: int, tmp_path: Path) -> None:
+    assert decoupled(isolation=isolation).memory_plan(trainer(tmp_path)).gradients == kept
 
 
 def test_the_kl_of_each_head_can_be_measured_alone(tmp_path: Path) -> None:

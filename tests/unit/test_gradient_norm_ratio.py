@@ -89,6 +89,21 @@ def test_control_of_heads_by_hand() -> None:
     assert module.scaled[2:] == module.scaled[:2]
 
 
+def test_what_control_does_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Lengths 1, 3: factors 2, 2/3. 1, 1.1: 1.05, 0.955, so both came back. 1, 1.3: 1.15, 0.885, less than a quarter.
+    3, 1: 2/3, 2."""
+    module, run, callback, told = Headed("a", "b"), Trained(), GradientNormRatio(ema=0.0, control=True), []
+    for norms in [(1.0, 3.0), (1.0, 1.1), (1.0, 1.3), (3.0, 1.0)]:
+        feed(callback, module, run, *norms)
+        told.append(run.events.count("gradient_control"))
+        again = GradientNormRatio(ema=0.0, control=True)  # as a resume would
+        again.load_state_dict(callback.state_dict())
+        callback = again
+    assert told == [2, 4, 4, 6]
+    assert "the learning rate of head/a is multiplied by 2 from now on, before by 1" in caplog.text
+    assert "the learning rate of head/b is multiplied by 2 from now on, before by 0.955" in caplog.text
+
+
 # ---------------------------------------------------------------------- runs
 
 

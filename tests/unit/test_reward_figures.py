@@ -15,7 +15,8 @@ from alignment.fusion_profile import FusionProfile
 from alignment.reward_history import History, evaluation
 from callbacks import RewardFigures
 from modules import GRPO, DecoupledPO
-from tests.rl_toys import fit, here, odd, online
+from tests.rl_toys import fit, here, odd, online, prompts
+from tests.toys import FixedData, trainer
 
 
 def even(completion: str, completion_ids: list[int]) -> float:
@@ -74,6 +75,33 @@ def test_a_run_of_decoupled_po(tmp_path: Path) -> None:
     assert [first.volume, second.volume] == pytest.approx([odds * evens, a * b + (c - a) * d])
     assert float(trainer.callback_metrics["val/reward_corr/odd/even"]) == pytest.approx(-1)
     assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["fusion.png", "rewards.png"]
+
+
+def test_after_the_last_validation_and_in_a_test(tmp_path: Path) -> None:
+    """Three updates, a validation after the second: the end of training is a second evaluation. `test` has its own.
+    An evaluation stands where Lightning logs its metrics, which counts from 0."""
+    module = online(DecoupledPO, rewards={"odd": here(odd), "even": here(even)})
+    figures, data = RewardFigures(), FixedData(prompts(12), batch_size=4)
+    run = trainer(
+        tmp_path,
+        callbacks=[figures],
+        max_epochs=1,
+        val_check_interval=2,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+    )
+    run.fit(module, datamodule=data)
+    assert [e.step for e in figures.history.evaluations] == [1, 2]
+    for found in figures.history.evaluations:
+        assert found.means["odd"] + found.means["even"] == pytest.approx(1)
+        assert any(row != [None, None] for row in found.profile)
+    run.test(module, datamodule=data)
+    values = {name: float(value) for name, value in run.callback_metrics.items()}
+    means = values["test/rewards/odd/mean"], values["test/rewards/even/mean"]
+    assert values["test/hypervolume"] == pytest.approx(means[0] * means[1])
+    assert values["test/reward_corr/odd/even"] == pytest.approx(-1)
+    assert [e.step for e in figures.history.evaluations] == [1, 2]
+    assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["fusion.png", "rewards.png", "test_rewards.png"]
 
 
 def test_a_module_without_heads(tmp_path: Path) -> None:
