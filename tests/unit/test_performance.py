@@ -146,6 +146,15 @@ def test_report(tmp_path: Path) -> None:
     assert readme.read_text().startswith("before <!-- performance -->\n|")
 
 
+def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
+    """Table and page are those of the kept numbers."""
+    numbers = json.loads(Path("reports/performance.json").read_text())
+    inner = Path("README.md").read_text().split("<!-- performance -->\n")[1].split("\n<!-- end -->")[0]
+    assert inner.splitlines() == report.readme_table(numbers)
+    report.write(numbers, tmp_path / "page.md", tmp_path / "README.md", tmp_path)
+    assert (tmp_path / "page.md").read_text() == Path("reports/performance.md").read_text()
+
+
 def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 60.0)
     monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
