@@ -15,7 +15,7 @@ import torch
 from alignment import cli
 from benchmarks.online.bench import read_lines
 from benchmarks.performance import __main__ as command
-from benchmarks.performance import limit, ours, report
+from benchmarks.performance import limit, measure, ours, report
 from benchmarks.performance.limit import Ceiling
 from benchmarks.performance.workloads import (
     LARGE,
@@ -144,6 +144,23 @@ def test_report(tmp_path: Path) -> None:
     )
     assert "| DPO (fp32) | 4.0 (2.0 to 5.0) | 0.50 |" in readme.read_text()
     assert readme.read_text().startswith("before <!-- performance -->\n|")
+
+
+def test_the_peer_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Smaller micro-batches as long as they help (a step in 50 slower does not end it), then bf16 at the best one."""
+    seconds = {"fp32 32": 17.9, "fp32 16": 18.0, "fp32 8": 17.0, "fp32 4": 17.5, "bf16-mixed 8": 15.0}
+    asked: list[str] = []
+
+    def alone(bench: measure.Bench, side: str, spec: dict[str, object], version: str) -> dict[str, float]:
+        asked.append(f"{spec['dtype']} {spec['micro_batch']}")
+        return {"seconds": seconds[asked[-1]]}
+
+    monkeypatch.setattr(measure, "specify", lambda work, folder, steps, **changes: changes)
+    monkeypatch.setattr(measure.Bench, "alone", alone)
+    best, tried = measure.Bench(work=tmp_path, peers=tmp_path, pairs=5).tuned(WORKLOADS["W6"])
+    assert asked == list(seconds)
+    assert best == {"dtype": "bf16-mixed", "micro_batch": 8}
+    assert list(tried.values()) == list(seconds.values())
 
 
 def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
