@@ -78,6 +78,7 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 EVENTS = {
+    "gradient_control",
     "gradient_ratio",
     "stalled_head",
     "fusion_stability",
