@@ -31,6 +31,7 @@ from alignment.checkpoint_folder import (
 __all__ = [
     "CheckpointError",
     "SafeCheckpointIO",
+    "checkpoint_of",
     "load_checkpoint_folder",
     "load_module",
     "point",
@@ -163,6 +164,12 @@ def resolve(name: str | Path, run_dir: Path | str) -> Path:
         if path.is_dir():
             return path
     raise CheckpointError(f"no best checkpoint in {folder}: {_why_none_is_best(states, paths)}; use last")
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """A checkpoint's folder as it is; of a run's folder its last checkpoint. Raises CheckpointError for one without."""
+    folder = Path(path)
+    return resolve("last", folder / "checkpoints") if (folder / "checkpoints").is_dir() else folder
 
 
 def _why_none_is_best(states: list[dict[str, Any]], paths: list[Path]) -> str:

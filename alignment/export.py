@@ -1,6 +1,6 @@
 """A trained policy as a plain transformers folder: `from_pretrained` loads it, `transformers serve` and vLLM serve it.
 
-    alignment export CHECKPOINT OUT [--merge_lora false] [--force] [--trust_remote_code]
+    alignment export CHECKPOINT OUT [--merge_lora false] [--weights '{kind: 2}'] [--force] [--trust_remote_code]
 
 LoRA is merged into its base, or kept as an adapter folder beside which the base is needed. A base trained in 4 or 8
 bits is merged in full precision: the adapter is added to the weights as they were before rounding, so the exported
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from alignment.chat import end_ids
+from alignment.checkpoint import checkpoint_of
 from alignment.checkpoint_folder import load_checkpoint_folder
 from alignment.errors import UserError
+from alignment.heads import preference
 from alignment.heads_file import HasHeads, SavedHeads, of_checkpoint, write_heads
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
 from alignment.sources import locate
@@ -62,20 +64,24 @@ def export(
     out: str | Path,
     *,
     merge_lora: bool = True,
+    weights: Mapping[str, float] | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
     """Write model, tokenizer (with chat template) and generation settings, and return the folder.
 
     Args:
-        source: a module whose policy is loaded, or a checkpoint folder.
+        source: a module whose policy is loaded, a checkpoint folder, or a run's folder, whose last checkpoint it is.
         out: the new folder. It appears complete or not at all.
         merge_lora: add the adapter to the weights; otherwise write the adapter alone.
+        weights: of a policy with heads, name -> preference to decode with; a reward that is not named keeps the share
+            it has there.
         force: replace an earlier export.
         trust_remote_code: run Python code shipped with the base model; a checkpoint cannot ask for it.
 
     Raises:
-        UserError: `out` is taken, or the adapter's base is not something `from_pretrained` can load.
+        UserError: `out` is taken, the adapter's base is not something `from_pretrained` can load, or weights that are
+            no preference, or of a policy without heads.
         CheckpointError: the checkpoint is damaged.
     """
     out = Path(out)
@@ -83,12 +89,13 @@ def export(
     trained = (
         _from_checkpoint(Path(source), trust_remote_code) if isinstance(source, str | Path) else _from_live(source)
     )
+    heads = trained.heads if weights is None else _turned(trained.heads, weights)
     if trained.config.lora is not None and not merge_lora:
         model: PreTrainedModel | PeftModel = _adapter(trained)
     else:
         model = _merged(trained)
         model.generation_config = generation_config(model, trained.tokenizer)
-    write_model(model, trained.tokenizer, out, trained.heads)
+    write_model(model, trained.tokenizer, out, heads)
     return out
 
 
@@ -110,7 +117,16 @@ def _from_live(module: Exportable) -> _Trained:
     return _Trained(config=config, tokenizer=module.tokenizer, weights=module.policy.state_dict(), heads=heads)
 
 
+def _turned(heads: SavedHeads | None, weights: Mapping[str, float]) -> SavedHeads:
+    """Heads with another preference."""
+    if heads is None:
+        raise UserError("weights are the preference of a policy with heads (modules.DecoupledPO); this one has none")
+    shares = preference(dict(zip(heads.spec.names, heads.spec.weights, strict=True)), weights)
+    return replace(heads, spec=replace(heads.spec, weights=shares))
+
+
 def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
+    path = checkpoint_of(path)
     checkpoint = load_checkpoint_folder(path)
     saved = checkpoint.get("hyper_parameters", {}).get("policy")
     if saved is None:

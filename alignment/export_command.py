@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from alignment import runs
 from alignment.errors import UserError
 from alignment.export import export
@@ -18,9 +20,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="alignment export", description="Write a checkpoint as a transformers folder."
     )
-    parser.add_argument("checkpoint", help="a checkpoint folder, or `last` or `best`: of the newest run that has one")
+    parser.add_argument("checkpoint", help="folder of a checkpoint or a run; or last, best: of the newest run with one")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--merge_lora", choices=("true", "false"), default="true", help="false: the adapter alone")
+    parser.add_argument("--weights", help="of a policy with heads: the preference to decode with, such as '{kind: 2}'")
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds `runs` (default: here)")
@@ -30,7 +33,10 @@ def main(argv: Sequence[str]) -> int:
     wanted = {key: value for key in ("run_name", "model") if (value := getattr(given, key)) is not None}
     checkpoint = _find(given.checkpoint, given.root, wanted)
     merge = given.merge_lora == "true"
+    weights = _weights(given.weights)
     if is_reward_model(checkpoint):
+        if weights is not None:
+            raise UserError("--weights is for a policy with heads (modules.DecoupledPO), and this is a reward model")
         if not merge:
             raise UserError("a reward model is exported merged: its head belongs to the whole trunk")
         out = export_reward(checkpoint, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
@@ -40,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         checkpoint,
         given.out,
         merge_lora=merge,
+        weights=weights,
         force=given.force,
         trust_remote_code=given.trust_remote_code,
     )
@@ -48,6 +55,16 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(f"{out} holds the model; try it:  transformers chat {out}")
     return 0
+
+
+def _weights(text: str | None) -> dict[str, float] | None:
+    if text is None:
+        return None
+    try:
+        values = yaml.safe_load(text)
+        return {str(name): float(weight) for name, weight in values.items()}
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"--weights is '{text}'; give a number for each name: '{{kind: 2, short: 1}}'") from error
 
 
 def _find(name: str, root: Path, wanted: dict[str, str]) -> Path:

@@ -146,7 +146,7 @@ def lm_head_of(policy: nn.Module, pool: Pool) -> Head:
 def preference(weights: Mapping[str, float], given: Mapping[str, float]) -> tuple[float, ...]:
     """`weights` with those in `given` in their place, as shares of 1. Raises UserError unless they are one."""
     if unknown := sorted(set(given) - set(weights)):
-        raise UserError(f"fusion.weights names {', '.join(unknown)}, no reward; there are {', '.join(weights)}")
+        raise UserError(f"a preference names {', '.join(unknown)}, no reward; there are {', '.join(weights)}")
     values = [float({**weights, **given}[name]) for name in weights]
     if not all(0 <= value < math.inf for value in values) or sum(values) == 0:
         told = ", ".join(f"{name} {value:g}" for name, value in zip(weights, values, strict=True))
@@ -184,14 +184,19 @@ class Heads(nn.Module):
         self._attached = True
         self.prefer(spec.weights)
 
-    def prefer(self, weights: Sequence[float]) -> None:
-        """Other weights w from now on: K shares of 1."""
+    def prefer(self, weights: Sequence[float] | Mapping[str, float]) -> None:
+        """Other weights w from now on: K shares of 1, or by name, where a reward that is not named keeps the share in
+        `spec`. Raises UserError as `preference` does."""
+        if isinstance(weights, Mapping):
+            weights = preference(dict(zip(self.spec.names, self.spec.weights, strict=True)), weights)
+        if len(weights) != len(self.subs):
+            raise UserError(f"{len(weights)} weights for {len(self.subs)} heads; give one for each, or by name")
         self.preference = tuple(weights)
         self.prior.copy_(torch.tensor(self.preference).log())
 
     @contextmanager
-    def preferring(self, weights: Sequence[float]) -> Iterator[None]:
-        """Other weights w in this block; a single one above 0 makes the policy that head's own."""
+    def preferring(self, weights: Sequence[float] | Mapping[str, float]) -> Iterator[None]:
+        """Other weights w in this block, as in `prefer`; a single one above 0 makes the policy that head's own."""
         before = self.preference
         self.prefer(weights)
         try:

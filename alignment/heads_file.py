@@ -5,7 +5,7 @@
 
     model, heads = load_fused(OUT)                   a transformers model with its heads in it
     model.generate(...)                              the fused policy
-    with heads.preferring(preference(...)): ...      another point of the dial
+    with heads.preferring({"kind": 2.0}): ...        another point of the dial
 
 They lie in a folder of their own because some loaders (vLLM's) read every safetensors file beside a config.json.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from alignment.errors import UserError
-from alignment.heads import Heads, HeadsSpec, preference
+from alignment.heads import Heads, HeadsSpec
 from alignment.sources import check_folder, loading
 from alignment.tensor_file import write_tensors
 
@@ -98,8 +98,7 @@ def load_fused(
     except (ValueError, TypeError, OSError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the heads in '{own}' are damaged: {' '.join(str(error).split())}") from error
     if weights is not None:
-        exported = dict(zip(spec.names, spec.weights, strict=True))
-        heads.prefer(preference(exported, weights))
+        heads.prefer(weights)
     with loading(f"the model '{folder}'"):
         model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **arguments)
     assert isinstance(model, PreTrainedModel)

@@ -68,6 +68,14 @@ def rewind(trainer: L.Trainer) -> None:
         fetcher.iterator = iter(())
 
 
+def stand_at(trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
+    """What a trainer that has not trained evaluates of a checkpoint is logged where the checkpoint stands, not at step
+    0. Call it from `on_load_checkpoint`."""
+    epoch, state = trainer.fit_loop.epoch_loop, checkpoint["loops"]["fit_loop"]
+    if epoch._batches_that_stepped == 0:
+        epoch._batches_that_stepped = int(state["epoch_loop.state_dict"]["_batches_that_stepped"])
+
+
 def put_back(trainer: L.Trainer) -> bool:
     """Inside a training step that has changed nothing yet: loops and loader stand again where they stood before its
     batch was read, so that a checkpoint made now leads to the same batch. For a run that then leaves.

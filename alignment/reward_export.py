@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from alignment.checkpoint import checkpoint_of
 from alignment.checkpoint_folder import load_checkpoint_folder
 from alignment.errors import UserError
 from alignment.export import check_target, export, write_model
@@ -25,7 +26,7 @@ HEADS = "heads.weight"
 
 def is_reward_model(checkpoint: str | Path) -> bool:
     """Whether a checkpoint holds reward heads. Raises CheckpointError for a damaged one."""
-    return HEADS in load_checkpoint_folder(Path(checkpoint))["state_dict"]
+    return HEADS in load_checkpoint_folder(checkpoint_of(checkpoint))["state_dict"]
 
 
 def export_reward(
@@ -40,7 +41,7 @@ def export_reward(
     """
     out = Path(out)
     check_target(out, force)
-    saved = load_checkpoint_folder(Path(checkpoint))
+    saved = load_checkpoint_folder(checkpoint_of(checkpoint))
     settings = saved["hyper_parameters"]
     if HEADS not in saved["state_dict"]:
         raise UserError(f"checkpoint {checkpoint} holds no reward heads; use `alignment export` for a policy")

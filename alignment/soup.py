@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from alignment.checkpoint import resolve
 from alignment.errors import UserError
 from alignment.export import appearing, check_target, export
 from alignment.policy import PolicyConfig, load_tokenizer
@@ -125,9 +124,7 @@ def _model(source: str, scratch: Path) -> _Model:
         )
     if (path / "config.json").is_file():
         return _Model.of(source, path)
-    if (path / "checkpoints").is_dir():
-        path = resolve("last", path / "checkpoints")
-    elif not (path / "manifest.json").is_file():
+    if not (path / "checkpoints").is_dir() and not (path / "manifest.json").is_file():
         raise UserError(f"'{source}' is neither an exported model, nor a checkpoint, nor a run's folder")
     return _Model.of(source, export(path, scratch))
 

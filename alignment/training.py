@@ -28,7 +28,7 @@ from alignment.metrics import Metrics, MetricWindow
 from alignment.named import import_path
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
 from alignment.protocols import HasPurpose, SizedBatches
-from alignment.resume import rewind, settle
+from alignment.resume import rewind, settle, stand_at
 from alignment.stopping import droppable
 
 log = logging.getLogger(__name__)
@@ -319,6 +319,8 @@ class TrainingMixin(L.LightningModule):
         if STATE_KEY not in checkpoint:
             raise UserError("the checkpoint was not written by one of this project's modules: it has no training state")
         self.load_training_state(checkpoint[STATE_KEY])
+        if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
+            stand_at(self._trainer, checkpoint)
         saved = checkpoint.get("hyper_parameters", {}).get("optim")
         if saved is None or self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
             return

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from alignment import distributed
@@ -29,7 +30,7 @@ class RewardFigures(Callback):
                            evaluation, and their front; its hypervolume
         fusion.png         for a policy with heads the mean fusion weight of each head, by place in the completion and
                            step
-        test_rewards.png   after `test`: that one evaluation
+        test_rewards.png, validate_rewards.png   after `test` and `validate`: that one evaluation
 
     Metrics: `val/hypervolume`, of the front of all evaluations so far, and `val/reward_corr/NAME/OTHER`; `test/...`.
 
@@ -87,8 +88,10 @@ class RewardFigures(Callback):
     # ------------------------------------------------------------------ writing
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A collective."""
-        if not trainer.sanity_checking:
+        """A collective. An evaluation by itself, with settings of its own, is no point of the run's history."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._log(pl_module, "val", self._evaluate(trainer, pl_module, _step(trainer), History(), "validate_"))
+        elif not trainer.sanity_checking:
             self._log(pl_module, "val", self._evaluate(trainer, pl_module, _step(trainer), self.history, ""))
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from alignment import distributed
@@ -31,9 +32,9 @@ class Samples(Callback):
     The rows are those that `validation_step` and `test_step` return: a list of mappings with `index`, `prompt`,
     `completion` and, where known, `stratum`, `tokens`, `reward` (the total), `rewards` (name -> value) and `truncated`.
     Validation goes to `samples.jsonl` in the run's folder and, with a TrackingLogger, to the table `samples.json` among
-    the artifacts of the MLflow run; test to `test_samples.jsonl` and `test_samples.json`. They grow by evaluation; one
-    that a resumed run does again replaces its rows. `step` is where the evaluation's metrics are logged, so that a row
-    is found from a point of a curve. Values have six significant digits; an empty one is an abstention. The sanity
+    the artifacts of the MLflow run; test to `test_samples`, `validate` by itself to `validate_samples`. They grow by
+    evaluation; one that is done again replaces its rows. `step` is where the evaluation's metrics are logged, so that a
+    row is found from a point of a curve. Values have six significant digits; an empty one is an abstention. The sanity
     check and `fast_dev_run` are left out.
 
     Args:
@@ -91,7 +92,8 @@ class Samples(Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._write(trainer, pl_module, "samples", "validation_step")
+            name = "validate_samples" if trainer.state.fn == TrainerFn.VALIDATING else "samples"
+            self._write(trainer, pl_module, name, "validation_step")
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer, pl_module, "test_samples", "test_step")

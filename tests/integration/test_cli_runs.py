@@ -226,6 +226,26 @@ def test_an_evaluated_run_is_not_the_newest(workdir: Path, capsys: pytest.Captur
     assert again.info.end_time == first.info.end_time
 
 
+def test_an_evaluation_stands_beside_the_training_it_looks_at(workdir: Path) -> None:
+    """Metrics at the checkpoint's step; what the run drew and sampled stays as it was."""
+    config = str(CONFIGS / "debug" / "decoupled_po_smoke.yaml")
+    assert main(["fit", "-c", config, "--trainer.val_check_interval=1"]) == 0
+    (folder,) = {path.parent for path in workdir.rglob("run.json")}
+    before = {name: (folder / name).read_bytes() for name in ("samples.jsonl", "rewards.png")}
+    trained = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for command in ("validate", "test"):
+        assert main([command, "-c", config, "--ckpt_path=last"]) == 0
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    added = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][len(trained) :]
+    last = max(row["step"] for row in trained)
+    steps = {row["step"] for row in added if any(name.startswith(("val/", "test/")) for name in row)}
+    assert steps == {last + 1}  # as many updates as were made; Lightning's own validation counts before the last one
+    for name in ("validate", "test"):
+        rows = [json.loads(line) for line in (folder / f"{name}_samples.jsonl").read_text().splitlines()]
+        assert {row["step"] for row in rows} == {last + 1}
+        assert (folder / f"{name}_rewards.png").is_file()
+
+
 NEVER = '[{"class_path": "callbacks.Checkpoint", "init_args": {"monitor": "val/reward", "mode": "max"}}]'
 
 

@@ -518,7 +518,7 @@ def test_heads_that_go_far_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptu
         ({"fusion": {"pool": "product"}}, "fusion.pool is 'product'"),
         ({"fusion": {"mode": "late"}}, "fusion.mode is 'late'"),
         ({"fusion": {"temperature": 0.0}}, "fusion.temperature is 0"),
-        ({"fusion": {"weights": {"tone": 1.0}}}, "fusion.weights names tone"),
+        ({"fusion": {"weights": {"tone": 1.0}}}, "a preference names tone"),
         ({"heads": {"every": 0}}, "heads.every is 0"),
         ({"heads": {"between": "sum"}}, "heads.between is 'sum'"),
         ({"heads": {"kl": -1.0}}, "heads.kl is -1"),

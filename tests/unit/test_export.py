@@ -201,6 +201,8 @@ def test_the_command(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     with pytest.raises(CheckpointError):
         main([str(tmp_path / "nothing"), str(tmp_path / "new")])
+    with pytest.raises(UserError, match="preference of a policy with heads"):
+        main([folder, str(tmp_path / "new"), "--weights", "{kind: 2}"])
 
 
 def test_a_checkpoint_of_something_else_is_one_line(tmp_path: Path) -> None:

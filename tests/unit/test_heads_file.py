@@ -91,6 +91,24 @@ def test_the_command_says_how_to_use_it(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([str(checkpoint), str(tmp_path / "out"), "--force"]) == 0
 
 
+def test_the_dial_of_an_export(tmp_path: Path) -> None:
+    """From a run's folder, whose last checkpoint it takes; shares 3 : 1, then 3 : 3 by name."""
+    _, checkpoint = trained(tmp_path, POLICIES["all weights"])
+    run = tmp_path / "a run"
+    (run / "checkpoints").mkdir(parents=True)
+    checkpoint.rename(run / "checkpoints" / "a.ckpt")
+    assert main([str(run), str(tmp_path / "out"), "--weights", "{odd: 1.5}"]) == 0
+    _, heads = load_fused(tmp_path / "out")
+    assert heads.preference == (0.75, 0.25)
+    heads.prefer({"low": 0.75})
+    assert heads.preference == (0.5, 0.5)
+    with pytest.raises(UserError, match="3 weights for 2 heads"):
+        heads.prefer((1 / 3, 1 / 3, 1 / 3))
+    for text, message in (("{tone: 1}", "a preference names tone"), ("[1]", "give a number for each name")):
+        with pytest.raises(UserError, match=message):
+            main([str(run), str(tmp_path / "new"), "--weights", text])
+
+
 def test_folders_that_cannot_be_fused(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path, POLICIES["all weights"])
     out = export(checkpoint, tmp_path / "out")

@@ -244,6 +244,6 @@ def test_two_processes_write_one_table(workdir: Path) -> None:
             process.kill()
     run_id, run_dir = (workdir / "run.txt").read_text().split()
     expected = [line(0, index, f"{index} at 0") for index in range(4)]
-    assert _read(Path(run_dir) / "samples.jsonl") == expected
-    table = MlflowClient(f"sqlite:///{workdir}/mlflow.db").download_artifacts(run_id, "samples.json")
+    assert _read(Path(run_dir) / "validate_samples.jsonl") == expected
+    table = MlflowClient(f"sqlite:///{workdir}/mlflow.db").download_artifacts(run_id, "validate_samples.json")
     assert json.loads(Path(table).read_text())["data"] == [list(row.values()) for row in expected]
