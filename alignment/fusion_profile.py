@@ -41,6 +41,18 @@ class FusionProfile:
         return [[None if row[-1] == 0 else float(v / row[-1]) for v in row[:-1]] for row in whole]
 
 
+    def state_dict(self, device: torch.device) -> list[list[float]]:
+        """Sums over all ranks since the last `take`. A collective."""
+        whole: list[list[float]] = distributed.all_reduce_sum(self._sums.to(device)).cpu().tolist()
+        return whole
+
+    def load_state_dict(self, sums: Sequence[Sequence[float]]) -> None:
+        """Of all ranks, so that one of them has them. Sums of other bins than these are left out."""
+        saved = torch.tensor(sums, dtype=torch.float64)
+        if saved.shape == self._sums.shape:
+            self._sums = saved if distributed.rank() == 0 else torch.zeros_like(saved)
+
+
 @runtime_checkable
 class HasProfile(Protocol):
     """A module that adds its fusion weights to a profile, if a callback set one: `alignment.headed.HeadedMixin`."""

@@ -121,6 +121,8 @@ class HeadedMixin(OnlineMixin):
 
     def _check(self) -> None:
         """Raise UserError for settings that do not go together."""
+        if taken := sorted({"trunk", "fusion"} & set(self.suite.names)):
+            raise UserError(f"a reward is called {taken[0]}, which is a part of this policy; give it another name")
         if self.kl.in_reward:
             raise UserError("kl.place=reward cannot be: each head has its own reward; use kl.place=loss")
         if self.rollout_config.vllm is not None:
@@ -361,6 +363,7 @@ class HeadedMixin(OnlineMixin):
             "frozen": sorted(self.frozen),
             "only": self.only,
             "kl_skips": self.kl_skips,
+            "profile": None if self.profile is None else self.profile.state_dict(self.device),
         }
         return {**super().training_state(), "heads": heads}
 
@@ -375,6 +378,8 @@ class HeadedMixin(OnlineMixin):
         if heads["entropy"]["configured"] == self.fusion_config.entropy:
             self.fusion_entropy = heads["entropy"]["now"]
         self.frozen, self.only, self.kl_skips = set(heads["frozen"]), heads["only"], heads["kl_skips"]
+        if self.profile is not None and heads.get("profile") is not None:
+            self.profile.load_state_dict(heads["profile"])
         if (self.frozen or self.only) and distributed.rank() == 0:
             held = f"heads are frozen ({', '.join(sorted(self.frozen))})" if self.frozen else f"only {self.only} learns"
             log.warning("as the checkpoint was made, %s; this stays so unless a callback ends it", held)

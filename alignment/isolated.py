@@ -67,9 +67,9 @@ class IsolatedMixin(SteeredMixin):
     # ------------------------------------------------------------------ updates
 
     def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
-        config = self.isolation.config
-        one_by_one = config.level == "parameters" if config.needed else config.measure_every > 0
-        kept = len(self.isolation.names) + 1 if one_by_one else 1
+        config, names = self.isolation.config, self.isolation.names
+        one_by_one = config.level == "parameters" if config.needed else self._measures
+        kept = len(names) + 1 if one_by_one and self.fusion_config.mode == "joint" else 1
         return replace(super().memory_plan(trainer), gradients=kept)
 
     @property
@@ -126,8 +126,12 @@ class IsolatedMixin(SteeredMixin):
     @property
     def _measuring(self) -> bool:
         """Whether the update that comes is one at which gradients are only measured one by one."""
-        every = self.isolation.config.measure_every
-        return every > 0 and len(self.isolation.names) > 1 and (self.guard.updates + 1) % every == 0
+        return self._measures and (self.guard.updates + 1) % self.isolation.config.measure_every == 0
+
+    @property
+    def _measures(self) -> bool:
+        """Whether there are such updates."""
+        return self.isolation.config.measure_every > 0 and len(self.isolation.names) > 1
 
     def combine(self, found: Objectives) -> Tensor:
         """[A] coefficients. A collective."""

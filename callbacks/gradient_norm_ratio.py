@@ -177,7 +177,7 @@ class GradientNormRatio(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.averages, self.outside = dict(state_dict["averages"]), set(state_dict["outside"])
-        self.told = dict(state_dict["told"])
+        self.told = dict(state_dict.get("told", {}))  # there was none once
 
 
 def _kinds(module: L.LightningModule) -> list[Of]:

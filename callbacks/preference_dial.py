@@ -47,7 +47,8 @@ class PreferenceDial(Callback):
                 f"{type(pl_module).__name__}; leave the callback out"
             )
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """After the last checkpoint: a sweep takes long, and may be interrupted."""
         self._sweep(trainer, pl_module, trainer.val_dataloaders, "dial")
 
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -63,9 +64,10 @@ class PreferenceDial(Callback):
             return
         before, names = module.dial, list(module.weights)
         settings, rows = grid(names, self.steps), []
-        for weights in settings:
-            module.turn_dial(weights)
-            rows.append(self._said(module, data, module.device))
+        with trainer.precision_plugin.val_step_context():
+            for weights in settings:
+                module.turn_dial(weights)
+                rows.append(self._said(module, data, module.device))
         module.turn_dial(dict(zip(names, before, strict=True)))
         self.points = points_of(settings, rows)
         folder = run_folder(trainer)

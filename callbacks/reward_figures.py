@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -98,15 +99,19 @@ class RewardFigures(Callback):
         """A collective. Other prompts than those of the history: the front is this one point."""
         self._log(pl_module, "test", self._evaluate(trainer, pl_module, _step(trainer), History(), "test_"))
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Where the last updates came after the last validation, what they led to is sampled now. A collective."""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Where the last updates came after the last validation, what they led to is sampled now; the last checkpoint
+        is written by then, and does not know of it. A collective."""
         data, done, last = trainer.val_dataloaders, self.history.evaluations, _step(trainer) - 1
-        if data is None or not done or done[-1].step == last or not isinstance(pl_module, Judges):
+        if data is None or (done and done[-1].step == last) or not isinstance(pl_module, Judges):
             return
-        self._rows = []
-        for batch in itertools.islice(data, int(trainer.num_val_batches[0])):
-            self._collect(pl_module.judge(batch.to(pl_module.device)))
-        self._evaluate(trainer, pl_module, last, self.history, "")
+        self._rows, most = [], trainer.num_val_batches[0]
+        with trainer.precision_plugin.val_step_context():
+            for batch in itertools.islice(data, None if most == math.inf else int(most)):
+                self._collect(pl_module.judge(batch.to(pl_module.device)))
+        found = self._evaluate(trainer, pl_module, last, self.history, "")
+        for logger in trainer.loggers if found is not None else ():
+            logger.log_metrics({f"val/{name}": value for name, value in _told(found).items()}, step=last)
 
     def _evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, step: int, history: History, prefix: str
@@ -131,12 +136,8 @@ class RewardFigures(Callback):
 
     @staticmethod
     def _log(module: L.LightningModule, stage: str, found: Evaluation | None) -> None:
-        if found is None:
-            return
-        module.log(f"{stage}/hypervolume", found.volume, rank_zero_only=True)
-        for (a, first), (b, second) in itertools.combinations(enumerate(found.means), 2):
-            if (value := found.correlation[a][b]) == value:
-                module.log(f"{stage}/reward_corr/{first}/{second}", value, rank_zero_only=True)
+        for name, value in _told(found).items() if found is not None else ():
+            module.log(f"{stage}/{name}", value, rank_zero_only=True)
 
     @staticmethod
     def _draw(
@@ -179,6 +180,15 @@ class Judges(Protocol):
     def judge(self, batch: GroupBatch) -> list[dict[str, Any]]:
         """Rows of sampled completions, with the mapping `rewards`: name -> value, None where it abstained."""
         ...
+
+
+def _told(found: Evaluation) -> dict[str, float]:
+    """Metrics of an evaluation; no correlation with a reward that does not vary."""
+    told = {"hypervolume": found.volume}
+    for (a, first), (b, second) in itertools.combinations(enumerate(found.means), 2):
+        if not math.isnan(value := found.correlation[a][b]):
+            told[f"reward_corr/{first}/{second}"] = value
+    return told
 
 
 def _step(trainer: L.Trainer) -> int:

@@ -57,8 +57,8 @@ class DecoupledPO(IsolatedMixin, L.LightningModule):
 
     Metrics: those of GDPO, and `fusion/alpha/NAME`, `fusion/entropy` (nats), `heads/dev/NAME` (distance of a head's
     states from the trunk's, relative), with heads.kl or kl.measure `kl/NAME` (a head's own policy, nats per token),
-    `grad_norm/trunk`, `/fusion`, `/head/NAME`; with isolation or isolation.measure_every `grad/cos/NAME/OTHER` and
-    `grad_norm/NAME`, with isolation `grad/isolated/NAME`, `grad/ratio/NAME`.
+    `grad_norm/trunk`, `/fusion`, `/head/NAME`; with isolation or isolation.measure_every `grad/cos/NAME/OTHER`,
+    `grad_norm/NAME` and `loss/NAME`, with isolation `grad/isolated/NAME`, `grad/ratio/NAME`.
 
     Args:
         policy: the model to train; it is its own reference before the first step.

@@ -149,7 +149,8 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
     if "table" in parts:
         report.draw_curves(parts, images / "multi_reward_curves.png")
         report.draw_mechanism(parts, images / "multi_reward_mechanism.png")
-        lines = [f"Seeds: {len(parts['table']['gdpo'])}.", "", *report.main_table(rows, ablations=False), ""]
+        lines = [f"TriConflict. Seeds: {len(parts['table']['gdpo'])}.", ""]
+        lines += [*report.main_table(rows, ablations=False), ""]
         lines += [*report.main_table(rows, ablations=True), "", *report.paired_lines(rows, "decoupled", list(rows)), ""]
         lines += [*report.stability_table(rows), ""]
         lines += [f"![{name}](../docs/images/multi_reward_{name}.png)" for name in ("curves", "mechanism")]
@@ -171,7 +172,14 @@ def show(numbers: Mapping[str, Any], page: Path, images: Path) -> None:
         block("study", [f"Seeds: {seeds}.", "", *report.study_table(parts)])
     if "language" in parts:
         spoken, names = report.rows_of(parts, "language"), TASKS["support"].rewards
-        lines = [f"Seeds: {plan.LANGUAGE_SEEDS}.", "", *report.main_table(spoken, ablations=False, rewards=names), ""]
+        half = len(report.curve(parts["language"]["gdpo"][0])) // 2
+        lines = [
+            f"The TinyStories model on the support world, the sentiment reward six times too large. Seeds: "
+            f"{plan.LANGUAGE_SEEDS}. A score is the mean of {half} evaluations, too few for the stability to say much.",
+            "",
+            *report.main_table(spoken, ablations=False, rewards=names),
+            "",
+        ]
         lines += [*report.main_table(spoken, ablations=True, rewards=names), ""]
         block("language", [*lines, *report.paired_lines(spoken, "decoupled", list(spoken))])
     if "language-dial" in parts:

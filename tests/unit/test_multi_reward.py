@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -141,6 +142,34 @@ def test_configurations() -> None:
         assert config["model"]["init_args"]["optim"]["clip_norm"] == 1
         assert set(config["model"]["init_args"]["rewards"]) == set(TASKS["triconflict"].rewards)
     assert base["model"]["init_args"]["optim"]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("task", ["triconflict", "support"])
+def test_every_method_gets_as_many_batches(task: str) -> None:
+    """max_steps counts optimizer steps: passes over a rollout are the same for all, and no module's default."""
+    base = yaml.safe_load(TASKS[task].yaml.read_text())
+    for method in METHODS.values():
+        settings = configuration(base, method)["model"]["init_args"]
+        assert settings["epochs"] == base["model"]["init_args"]["epochs"]
+        assert "minibatches" not in settings
+
+
+@pytest.mark.parametrize("part", ["table", "language"])
+def test_every_method_was_evaluated_as_often(part: str) -> None:
+    found = json.loads(Path("reports/multi_reward.json").read_text())["parts"][part]
+    counts = {len(values) for runs in found.values() for run in runs for values in run["rewards"].values()}
+    assert len(counts) == 1
+
+
+def test_few_seeds_are_not_called_clear() -> None:
+    """Three seeds that agree in sign are three seeds."""
+
+    def row(gap: float, seeds: int) -> SimpleNamespace:
+        return SimpleNamespace(seeds={seed: seed + gap for seed in range(seeds)})
+
+    for seeds, told in ((3, "the same sign in all 3 seeds"), (5, "clear")):
+        (line,) = report.paired_lines({"gdpo": row(1, seeds), "grpo": row(0, seeds)}, "gdpo", ["grpo"])[2:]
+        assert line == f"| GDPO minus GRPO, summed | +1.00 | +1.00 to +1.00 | {told} |"
 
 
 def test_every_run_has_a_name_of_its_own() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 from alignment.batches import Group, GroupBatch
+from alignment.checkpoint import SafeCheckpointIO, load_checkpoint_folder, resolve
 from alignment.errors import UserError
 from alignment.fusion_profile import FusionProfile
 from alignment.reward_history import History, evaluation
-from callbacks import RewardFigures
+from callbacks import Checkpoint, RewardFigures
 from modules import GRPO, DecoupledPO
+from tests.callback_toys import Leave
 from tests.rl_toys import fit, here, odd, online, prompts
 from tests.toys import FixedData, trainer
 
@@ -102,6 +106,62 @@ def test_after_the_last_validation_and_in_a_test(tmp_path: Path) -> None:
     assert values["test/reward_corr/odd/even"] == pytest.approx(-1)
     assert [e.step for e in figures.history.evaluations] == [1, 2]
     assert sorted(path.name for path in tmp_path.rglob("*.png")) == ["fusion.png", "rewards.png", "test_rewards.png"]
+
+
+def test_without_a_validation_the_end_is_the_only_evaluation(tmp_path: Path) -> None:
+    module = online(GRPO, rewards={"odd": here(odd), "even": here(even)})
+    figures = RewardFigures()
+    fit(module, tmp_path, callbacks=[figures], max_steps=1, val_check_interval=2, limit_val_batches=1)
+    assert [e.step for e in figures.history.evaluations] == [0]
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["rewards.png"]
+
+
+def test_the_last_checkpoint_comes_before_the_last_figure(tmp_path: Path) -> None:
+    """What goes wrong while sampling for it costs the figure alone; a resume of that checkpoint never saw it."""
+    module, figures = online(GRPO, rewards={"odd": here(odd), "even": here(even)}), RewardFigures()
+
+    def fails(batch: GroupBatch) -> None:
+        raise RuntimeError("out of memory")
+
+    module.judge = fails
+    data, folder = FixedData(prompts(12), batch_size=4), tmp_path / "checkpoints"
+    settings: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "max_epochs": 1,
+        "val_check_interval": 4,
+        "num_sanity_val_steps": 0,
+    }
+    run = trainer(tmp_path, callbacks=[figures, Checkpoint(dirpath=folder)], plugins=[SafeCheckpointIO()], **settings)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run.fit(module, datamodule=data)
+    saved = load_checkpoint_folder(resolve("last", folder))
+    assert saved["global_step"] == 3
+    (state,) = [state for name, state in saved["callbacks"].items() if name.startswith("RewardFigures")]
+    assert state == {"evaluations": []}
+
+
+def test_fusion_weights_of_an_interval_go_through_a_checkpoint(tmp_path: Path) -> None:
+    """Saved after the second of three epochs of one update, with a validation after the third: the resumed run's heat
+    map has all three."""
+
+    def figures_of(run: L.Trainer) -> list[Any]:
+        return [e.profile for c in run.callbacks if isinstance(c, RewardFigures) for e in c.history.evaluations]
+
+    found = []
+    for leave, start in ((None, None), (2, None), (None, tmp_path / "a.ckpt")):
+        module = online(DecoupledPO, rewards={"odd": here(odd), "even": here(even)})
+        extra = [] if leave is None else [Leave(leave, tmp_path / "a.ckpt")]
+        run = trainer(
+            tmp_path,
+            callbacks=[RewardFigures(bins=4), *extra],
+            plugins=[SafeCheckpointIO()],
+            max_epochs=3,
+            check_val_every_n_epoch=3,
+            num_sanity_val_steps=0,
+        )
+        run.fit(module, datamodule=FixedData(prompts(4), batch_size=4), ckpt_path=start)
+        found.append(figures_of(run))
+    assert found[2] == found[0] != found[1]
 
 
 def test_a_module_without_heads(tmp_path: Path) -> None:
