@@ -125,13 +125,15 @@ def test_the_last_checkpoint_comes_before_the_last_figure(tmp_path: Path) -> Non
 
     module.judge = fails
     data, folder = FixedData(prompts(12), batch_size=4), tmp_path / "checkpoints"
-    settings: dict[str, Any] = {
-        "enable_checkpointing": True,
-        "max_epochs": 1,
-        "val_check_interval": 4,
-        "num_sanity_val_steps": 0,
-    }
-    run = trainer(tmp_path, callbacks=[figures, Checkpoint(dirpath=folder)], plugins=[SafeCheckpointIO()], **settings)
+    never: dict[str, Any] = {"val_check_interval": 4, "check_val_every_n_epoch": None, "num_sanity_val_steps": 0}
+    run = trainer(
+        tmp_path,
+        callbacks=[figures, Checkpoint(dirpath=folder)],
+        plugins=[SafeCheckpointIO()],
+        enable_checkpointing=True,
+        max_steps=3,
+        **never,
+    )
     with pytest.raises(RuntimeError, match="out of memory"):
         run.fit(module, datamodule=data)
     saved = load_checkpoint_folder(resolve("last", folder))
