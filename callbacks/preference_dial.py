@@ -66,9 +66,14 @@ class PreferenceDial(Callback):
         settings, rows = grid(names, self.steps), []
         with trainer.precision_plugin.val_step_context():
             for weights in settings:
+                if distributed.any_rank(trainer.received_sigterm, module.device):
+                    break
                 module.turn_dial(weights)
                 rows.append(self._said(module, data, module.device))
         module.turn_dial(dict(zip(names, before, strict=True)))
+        if len(rows) < len(settings):
+            rank_zero_warn("callbacks.PreferenceDial leaves its sweep: the run was asked to stop")
+            return
         self.points = points_of(settings, rows)
         folder = run_folder(trainer)
         if trainer.is_global_zero:

@@ -65,6 +65,25 @@ def test_the_front_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {"dial.json", "dial.png"} <= artifacts
 
 
+def test_a_run_that_is_asked_to_stop_leaves_its_sweep(tmp_path: Path) -> None:
+    """At the next point, with the dial where it was and nothing written."""
+    seen = []
+    module = online(DecoupledPO, rewards={"odd": here(), "even": here(even)})
+    turn = module.turn_dial
+
+    def watched(weights: dict[str, float]) -> None:
+        seen.append(weights)
+        module.trainer._signal_connector.received_sigterm = True
+        turn(weights)
+
+    module.turn_dial = watched
+    with pytest.warns(UserWarning, match="PreferenceDial leaves its sweep"):
+        fit(module, tmp_path, callbacks=[PreferenceDial(steps=2, batches=1)], limit_val_batches=1)
+    assert seen == [{"odd": 1.0, "even": 0.0}, {"odd": 0.5, "even": 0.5}]
+    assert module.dial == (0.5, 0.5)
+    assert not list(tmp_path.rglob("dial.json"))
+
+
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="steps is 0"):
         PreferenceDial(steps=0)
