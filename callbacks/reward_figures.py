@@ -110,8 +110,9 @@ class RewardFigures(Callback):
             for batch in itertools.islice(data, None if most == math.inf else int(most)):
                 self._collect(pl_module.judge(batch.to(pl_module.device)))
         found = self._evaluate(trainer, pl_module, last, self.history, "")
-        for logger in trainer.loggers if found is not None else ():
-            logger.log_metrics({f"val/{name}": value for name, value in _told(found).items()}, step=last)
+        told = {f"val/{name}": value for name, value in _told(found).items()}
+        for logger in trainer.loggers if told else ():
+            logger.log_metrics(told, step=last)
 
     def _evaluate(
         self, trainer: L.Trainer, module: L.LightningModule, step: int, history: History, prefix: str
@@ -136,7 +137,7 @@ class RewardFigures(Callback):
 
     @staticmethod
     def _log(module: L.LightningModule, stage: str, found: Evaluation | None) -> None:
-        for name, value in _told(found).items() if found is not None else ():
+        for name, value in _told(found).items():
             module.log(f"{stage}/{name}", value, rank_zero_only=True)
 
     @staticmethod
@@ -182,8 +183,10 @@ class Judges(Protocol):
         ...
 
 
-def _told(found: Evaluation) -> dict[str, float]:
+def _told(found: Evaluation | None) -> dict[str, float]:
     """Metrics of an evaluation; no correlation with a reward that does not vary."""
+    if found is None:
+        return {}
     told = {"hypervolume": found.volume}
     for (a, first), (b, second) in itertools.combinations(enumerate(found.means), 2):
         if not math.isnan(value := found.correlation[a][b]):
