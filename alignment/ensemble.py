@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from alignment import randomness
+from alignment.adapters import is_adapted
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine
 from alignment.module import PolicyMixin
 from alignment.policy import base_model
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 EnsembleKind = Literal["heads", "adapters", "copies"]
 
@@ -52,7 +55,7 @@ class RewardHeads(nn.Module):
             self.trunks.extend(module.build_policy(config) for _ in range(members - 1))
             self._engines += [module.build_engine(trunk) for trunk in self.trunks]
         elif kind == "adapters":
-            assert isinstance(module.policy, PeftModel)
+            assert is_adapted(module.policy)
             self._adapted = [module.policy]
             self._add_adapters(config.init_seed)
 

@@ -39,6 +39,7 @@ from alignment import runs
 from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
 from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings
 from alignment.config_file import check_config_file
+from alignment.importing import collecting_no_garbage
 from alignment.tracking import HasDatasetInputs, TrackingLogger
 from alignment.training import TrainingMixin, plain
 
@@ -191,8 +192,7 @@ class AlignmentCLI(LightningCLI):
         if saved_class.rpartition(".")[2] != chosen.rpartition(".")[2]:
             say(f"the checkpoint is of {saved_class}; {chosen} is used, with its own hyper-parameters")
             return
-        found = self._settings_with(saved)
-        self.config = found
+        self.config = self._settings_with(saved)
         self._report_differences(saved)
 
     def _settings_with(self, saved: dict[str, Any]) -> Namespace:
@@ -308,6 +308,7 @@ def _no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: For seamless cloud" not in record.getMessage()
 
 
+@collecting_no_garbage()
 def _import_classes() -> None:
     """Import what may be named by a short name: our packages, and what other distributions registered."""
     import callbacks  # noqa: F401

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from alignment.adapters import is_adapted
 from alignment.batches import Group
 from alignment.decoder_check import decoder_difference
 from alignment.decoding import Decoder, PlainDecoder
@@ -96,7 +96,7 @@ class LocalRollout:
         inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
         if inner is None:
             raise ValueError(f"{type(model).__name__} holds no transformers model")
-        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        if is_adapted(model) and model.active_peft_config.is_prompt_learning:
             raise UserError("prompt and prefix tuning add tokens to the input; rollouts know LoRA only")
         if max_batch_tokens is not None and max_batch_tokens < 1:
             raise UserError(f"max_batch_tokens must be at least 1, got {max_batch_tokens}")

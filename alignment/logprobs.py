@@ -224,9 +224,16 @@ class LogProbEngine:
 
     # ------------------------------------------------------------------ choosing
 
-    def verify(self) -> None:
-        """Decide `path` and `reason` on the loaded model; logs the outcome. Runs once, later calls return at once."""
+    def verify(self, like: LogProbEngine | None = None) -> None:
+        """Decide `path` and `reason` on the loaded model; logs the outcome. Runs once, later calls return at once.
+
+        The verdict of an engine `like` this one is taken over when its model is of the same make: what the two paths
+        compute is then the same whatever the weights.
+        """
         if self._verified:
+            return
+        if like is not None and like._verified and like._make() == self._make():
+            self.path, self.reason, self._splits, self._verified = like.path, like.reason, like._splits, True
             return
         name = type(self._inner).__name__
         low = is_low_precision(self._inner)
@@ -246,6 +253,13 @@ class LogProbEngine:
             log.warning("log-probs of %s take the plain path: %s", name, reason)
         else:
             log.info("log-probs of %s take the %s path", name, self.path)
+
+    def _make(self) -> tuple[object, ...]:
+        """What the verdict depends on, weights apart."""
+        inner, attention = self._inner, self._config._attn_implementation
+        kinds = [(type(m), bool(m._forward_hooks or m._forward_pre_hooks)) for m in self._model.modules()]
+        settings = (self._asked, attention, inner.config.to_dict())
+        return settings, kinds, inner.dtype, inner.device.type, is_low_precision(inner)
 
     def _difference(self, probe: Probe, low_precision: bool) -> str:
         """`probe.difference`; a model that attends in its own way gets masks."""

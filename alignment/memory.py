@@ -31,7 +31,6 @@ from typing import Literal
 
 import psutil
 import torch
-from peft import get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
@@ -172,6 +171,8 @@ def _on_meta(config: PolicyConfig, architecture: PreTrainedConfig) -> nn.Module:
             return model
         if config.lora.pretrained is None:
             return add_lora(model, config.lora)
+        from peft import get_peft_model  # here: see alignment.adapters
+
         settings = adapter_config(locate_adapter(config.lora.pretrained))
         settings.inference_mode = False
         return get_peft_model(model, settings)

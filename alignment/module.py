@@ -50,6 +50,7 @@ class PolicyMixin(TrainingMixin):
         self.transforms = Transforms()
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._built = False
+        self._first_engine: LogProbEngine | None = None
         if self.policy_config.lora is not None:
             self.strict_loading = False  # checkpoints then hold what is trained, not the frozen base
 
@@ -113,11 +114,12 @@ class PolicyMixin(TrainingMixin):
         return policy.to(self.target_device)
 
     def build_engine(self, policy: nn.Module) -> LogProbEngine:
-        """A verified engine for `policy`."""
+        """A verified engine for `policy`. A reference is of the same make as the policy: one of them is verified."""
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int), "load_tokenizer makes sure of a padding token"
         engine = LogProbEngine(policy, path=self.policy_config.logprob_path, pad_id=pad)
-        engine.verify()
+        engine.verify(like=self._first_engine)
+        self._first_engine = self._first_engine or engine
         return engine
 
     def build_parts(self) -> None:

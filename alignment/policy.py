@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -330,6 +329,8 @@ def _hub_arguments(config: PolicyConfig, source: Source) -> dict[str, Any]:
 
 def add_lora(model: nn.Module, lora: LoRAConfig) -> nn.Module:
     """`model` with new adapters: its own weights frozen, A random, B zero."""
+    from peft import LoraConfig, get_peft_model  # here: see alignment.adapters
+
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft says int and divides by r
@@ -343,6 +344,8 @@ def add_lora(model: nn.Module, lora: LoRAConfig) -> nn.Module:
 
 
 def _add_lora(model: nn.Module, config: PolicyConfig, lora: LoRAConfig) -> nn.Module:
+    from peft import PeftModel
+
     assert isinstance(model, PreTrainedModel)
     with loading(f"LoRA on '{config.name}'"), _seeded(config.init_seed):
         if lora.pretrained is None:

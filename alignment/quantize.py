@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import torch
-from bitsandbytes.nn.modules import Linear4bit
 from torch import nn
 from transformers import BitsAndBytesConfig
 
@@ -34,6 +34,10 @@ def keep_4bit_as_read(model: nn.Module) -> None:
     The repacked form rounds the scale of every block to bf16 and stays for training: one validation pass would change
     the model, and a resumed run would differ from an uninterrupted one.
     """
+    if "bitsandbytes" not in sys.modules:  # then no layer is of its making; its import takes a second
+        return
+    from bitsandbytes.nn.modules import Linear4bit
+
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False

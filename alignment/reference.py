@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
+from alignment.adapters import is_adapted
 from alignment.batches import GroupBatch
 from alignment.distributed import all_gather_objects, rank, world_size
 from alignment.errors import UserError
@@ -39,6 +39,9 @@ from alignment.reference_cache import (
     row_keys,
     write_table,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +318,7 @@ def _reference_parameter(model: nn.Module) -> nn.Parameter:
 
 def _peft_model(policy: nn.Module) -> PeftModel:
     """The PeftModel, also inside a compiled or sharded wrapper."""
-    found = next((m for m in policy.modules() if isinstance(m, PeftModel)), None)
+    found = next((m for m in policy.modules() if is_adapted(m)), None)
     if found is None:
         raise UserError(f"{type(policy).__name__} has no adapters to switch; use reference=cached or copy")
     return found

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import snapshot_download
-from peft import LoraConfig
-from peft.utils.error import NoMatchingPeftModuleError
 from safetensors import SafetensorError
 
 from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -136,6 +138,8 @@ def locate_adapter(name: str) -> Path:
 
 def adapter_config(folder: Path) -> LoraConfig:
     """The settings an adapter was trained with."""
+    from peft import LoraConfig  # here: see alignment.adapters
+
     settings = LoraConfig.from_pretrained(str(folder))
     assert isinstance(settings, LoraConfig)
     return settings
@@ -148,7 +152,7 @@ def loading(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, ImportError, KeyError, SafetensorError, NoMatchingPeftModuleError) as error:
+    except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:  # peft's are ValueErrors
         raise UserError(f"cannot load {what}: {one_line(error)}") from error
 
 

@@ -17,7 +17,7 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from filelock import FileLock
 from lightning.fabric.loggers.logger import _DummyExperiment
@@ -29,16 +29,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 from alignment import provenance, runs
 from alignment.outbox import Outbox, TrackerAway, TrackerRefused, first_line, reach
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
+from alignment.tracker_client import Client
 
 PARAM_LIMIT = 6000
 """Characters MLflow keeps of one parameter; longer values are whole in the artifact `params/<name>.txt`."""
 _PARAMS_PER_CALL = 100
 _CREATE_TABLES_SECONDS = 120.0
 _STATUS = {"success": "FINISHED", "finished": "FINISHED", "failed": "FAILED"}
-Record = Callable[["MlflowClient", str], object]
+Record = Callable[[Client, str], object]
 """A call on the tracker: (client, run id) -> anything."""
 
 
@@ -97,7 +95,7 @@ class TrackingLogger(MLFlowLogger):
         self._run_id = run_id
         self.tags = dict(tags or {})
         self._prefix = prefix
-        self._client: MlflowClient | None = None
+        self._client: Client | None = None
         self._folder_id = run_id
         self._continues = run_id is not None
         self._turn = 0
@@ -218,7 +216,7 @@ class TrackingLogger(MLFlowLogger):
         self._client = client
         self._initialized = True
 
-    def _open_client(self) -> MlflowClient:
+    def _open_client(self) -> Client:
         from mlflow.tracking import MlflowClient
 
         if not self._tracking_uri.startswith("sqlite:///"):
@@ -233,7 +231,7 @@ class TrackingLogger(MLFlowLogger):
             probe.close()
             return MlflowClient(self._tracking_uri)
 
-    def _create_run(self, client: MlflowClient) -> None:
+    def _create_run(self, client: Client) -> None:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking.context.registry import resolve_tags
 
@@ -260,7 +258,7 @@ class TrackingLogger(MLFlowLogger):
         """A server decides where its artifacts go; beside a local database they go under `root`."""
         return str(self.root / "artifacts") if self._tracking_uri.startswith("sqlite:") else None
 
-    def _continue_run(self, client: MlflowClient, run_id: str) -> None:
+    def _continue_run(self, client: Client, run_id: str) -> None:
         run = client.get_run(run_id)
         self._experiment_id = run.info.experiment_id
         self._experiment_name = client.get_experiment(run.info.experiment_id).name
@@ -310,7 +308,7 @@ class TrackingLogger(MLFlowLogger):
         flat = {_param_name(k): str(v) for k, v in _flatten_dict(_convert_params(params)).items()}
         self.record(lambda client, run: self._send_params(client, run, flat))
 
-    def _send_params(self, client: MlflowClient, run: str, flat: dict[str, str]) -> None:
+    def _send_params(self, client: Client, run: str, flat: dict[str, str]) -> None:
         from mlflow.entities import Param
 
         known = self._known_params

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
 from alignment import distributed
+from alignment.adapters import is_adapted
 from alignment.batches import Group
 from alignment.errors import UserError
 from alignment.rollout import Rollout, RolloutStopped, SamplingConfig, assemble, completion_keys
@@ -354,7 +354,7 @@ class _Lora:
         self._loaded: str | None = None
 
     def push(self, model: nn.Module, version: int, name: str) -> str:
-        if not isinstance(model, PeftModel):
+        if not is_adapted(model):
             raise UserError(
                 f"weights='lora' pushes an adapter, and a {type(model).__name__} has none; use weights='disk'"
             )

@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -18,10 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from alignment import distributed
 from alignment.errors import UserError
 from alignment.folders import run_folder
+from alignment.tracker_client import Client
 from alignment.tracking import TrackingLogger
-
-if TYPE_CHECKING:
-    from mlflow.tracking import MlflowClient
 
 Row = dict[str, Any]
 
@@ -178,7 +176,7 @@ def _replace(path: Path, rows: list[Row]) -> None:
     os.replace(partial, path)
 
 
-def _log_table(client: MlflowClient, run_id: str, path: Path, rows: list[Row]) -> None:
+def _log_table(client: Client, run_id: str, path: Path, rows: list[Row]) -> None:
     """Put rows into the table artifact that belongs to the file `path`. Not by `client.log_table`, which can only
     append: the tracker's queue may try a call again, and a resumed run may repeat an evaluation."""
     from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
@@ -195,7 +193,7 @@ def _log_table(client: MlflowClient, run_id: str, path: Path, rows: list[Row]) -
         client.set_tag(run_id, MLFLOW_LOGGED_ARTIFACTS, json.dumps([*known, entry]))
 
 
-def _logged_rows(client: MlflowClient, run_id: str, name: str, path: Path) -> list[Row]:
+def _logged_rows(client: Client, run_id: str, name: str, path: Path) -> list[Row]:
     if name not in [artifact.path for artifact in client.list_artifacts(run_id)]:
         return []
     with tempfile.TemporaryDirectory() as folder:

@@ -14,16 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import datasets
-import pyarrow
-import pyarrow.parquet
+from typing import TYPE_CHECKING, Any
 
 from alignment import world
 from alignment.errors import UserError
 from datamodules.gym import PREFIX, Generators
 from datamodules.rows import RowError
+
+if TYPE_CHECKING:
+    import datasets
 
 WORLD = "world:support"
 _TABLES = (".csv", ".tsv")
@@ -103,6 +102,8 @@ def _open_gym(path: str, split: str, size: int | None) -> Source:
 
 
 def _open_hub(path: str, split: str, config: str | None) -> Source:
+    import datasets  # here: it takes a second, and files of other kinds than its own do not need it
+
     try:
         data = datasets.load_dataset(path, config, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
@@ -114,6 +115,8 @@ def _open_hub(path: str, split: str, config: str | None) -> Source:
 
 
 def _open_saved(folder: Path, split: str) -> Source:
+    import datasets
+
     data = datasets.load_from_disk(str(folder))
     if isinstance(data, datasets.DatasetDict):
         if split not in data:
@@ -152,6 +155,8 @@ def _numbered(rows: Iterator[Any]) -> Iterator[Record]:
 def _read_file(file: Path, prefix: str) -> Iterator[Record]:
     suffix = _suffix(file)
     if suffix == ".parquet":
+        import pyarrow.parquet
+
         try:
             rows = pyarrow.parquet.read_table(file).to_pylist()
         except (pyarrow.ArrowException, OSError) as error:

@@ -1,4 +1,7 @@
-"""`python -m benchmarks.performance.ours SPEC`: a workload by the ordinary command line, a step at a time."""
+"""`python -m benchmarks.performance.ours SPEC`: a workload by the ordinary command line, a step at a time.
+
+Imports what the command line does and nothing before it, so that its start is that of `alignment fit`.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.performance.turns import Turn
+import yaml
 
-TURN = Turn() if __name__ == "__main__" else None  # first: seconds count from here
-
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-import yaml  # noqa: E402
-from lightning.pytorch.callbacks import Callback  # noqa: E402
-
-from alignment import cli  # noqa: E402
+from alignment import cli
+from benchmarks.performance import turns
 
 MODULES = {"sft": "SFT", "rm": "RewardModel", "dpo": "DPO", "grpo": "GRPO", "gdpo": "GDPO", "ppo": "PPO"}
 DATA = {"sft": "SupervisedData", "rm": "PreferenceData", "dpo": "PreferenceData"}
-
-
-class Turns(Callback):
-    """Tells of every batch, and waits before the next."""
-
-    turn: Turn
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from benchmarks.performance import ours  # this file is also __main__ of the process
-
-        self.turn = ours.Turns.turn
-        self._go(self.turn.ready())
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        loss = trainer.callback_metrics.get("train/loss")
-        more = {"vram_peak": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {}
-        self._go(self.turn.done(loss=None if loss is None else float(loss), **more))
-
-    @staticmethod
-    def _go(on: bool) -> None:
-        if not on:  # nothing is to be saved, and workers of rewards end with their parent
-            os._exit(0)
 
 
 def configuration(spec: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +75,9 @@ def configuration(spec: dict[str, Any]) -> dict[str, Any]:
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "callbacks": [{"class_path": "benchmarks.performance.ours.Turns"}],
+            "callbacks": [
+                {"class_path": "benchmarks.performance.waiting.Turns", "init_args": {"threads": spec["threads"]}}
+            ],
         },
     }
 
@@ -114,7 +89,6 @@ def _reward(name: str) -> dict[str, Any]:
 
 def main(path: Path) -> int:
     spec = json.loads(path.read_text(encoding="utf-8"))
-    torch.set_num_threads(spec["threads"])
     work = path.with_suffix("")
     work.mkdir(parents=True, exist_ok=True)
     os.chdir(work)
@@ -123,8 +97,6 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    from benchmarks.performance import ours
-
-    assert TURN is not None
-    ours.Turns.turn = TURN
+    if "LOCAL_RANK" not in os.environ:  # not in the further processes of a run
+        turns.current()  # now: nobody else is to inherit its pipes
     sys.exit(main(Path(sys.argv[1]).resolve()))

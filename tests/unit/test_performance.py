@@ -15,7 +15,7 @@ import torch
 from alignment import cli
 from benchmarks.online.bench import read_lines
 from benchmarks.performance import __main__ as command
-from benchmarks.performance import limit, measure, ours, report
+from benchmarks.performance import limit, measure, ours, report, turns
 from benchmarks.performance.limit import Ceiling
 from benchmarks.performance.workloads import (
     LARGE,
@@ -103,7 +103,7 @@ def test_our_side_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             return True
 
     spec = specify(tiny(name), tmp_path, steps=2, epochs=1, dtype="bf16-mixed" if name == "W4" else "fp32")
-    monkeypatch.setattr(ours.Turns, "turn", Counted(), raising=False)
+    monkeypatch.setattr(turns, "current", Counted)
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(json.dumps(ours.configuration(spec)))
     assert cli.main(["fit", "-c", "config.yaml"]) == 0

@@ -1,0 +1,41 @@
+"""The callback that lets a run of ours go on one step at a time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from benchmarks.performance import turns
+
+
+class Turns(Callback):
+    """Tells the parent of every batch, and waits before the next.
+
+    Args:
+        threads: of torch, in this process.
+    """
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._go(turns.current().ready())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero:
+            return  # it waits for the first process in the next collective
+        loss = trainer.callback_metrics.get("train/loss")
+        more = {"vram_peak": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {}
+        self._go(turns.current().done(loss=None if loss is None else float(loss), **more))
+
+    @staticmethod
+    def _go(on: bool) -> None:
+        if not on:  # nothing is to be saved, and workers of rewards end with their parent
+            os._exit(0)
