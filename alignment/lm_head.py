@@ -2,8 +2,10 @@
 
 The projection onto the vocabulary is computed in tiles of at most `tile_bytes`; the forward keeps two or three running
 numbers per token (maximum, sum of exponentials, and for the entropy the sum weighted by the logit), the backward
-computes each tile again and turns it into gradients at once. Temporary memory is one tile whatever V is; what must be
-as large as the weight is only the weight's own gradient, and only when the weight is trained.
+turns each tile into gradients at once. Where all tiles fit into `kept_bytes` the backward finds them as the forward
+left them, elsewhere it computes each again: to the same bits, for a quarter more products. Temporary memory is then one
+tile whatever V is; what must be as large as the weight is only the weight's own gradient, and only when the weight is
+trained.
 
 With logits z, p = softmax(z), log-prob l_y = z_y - log sum exp z and entropy H = -sum p log p:
     dl_y/dz_v = 1[v = y] - p_v          dH/dz_v = -p_v (log p_v + H)
@@ -20,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+KEPT_BYTES = 128 << 20
+"""Bound of the logits that are kept for the backward."""
 
 # Narrower vocabulary tiles than this make the matrix product slow; beyond it the token axis is cut instead.
 _MIN_COLUMNS = 256
@@ -40,12 +45,14 @@ class LogitForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """Everything that is not a tensor: logit form, temperature, tile size, the dtype of the matrix products."""
+    """Everything that is not a tensor: logit form, temperature, tile size, the dtype of the matrix products, and
+    whether the products are kept for the backward."""
 
     form: LogitForm
     temperature: float
     tile_bytes: int
     dtype: torch.dtype
+    keep: bool = False
 
 
 def score_tokens(
@@ -58,6 +65,7 @@ def score_tokens(
     temperature: float = 1.0,
     entropy: bool = False,
     tile_bytes: int = 8 << 20,
+    kept_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target and, when asked, the entropy of each distribution.
 
@@ -66,6 +74,8 @@ def score_tokens(
         targets: [n] int64 token ids.
         temperature: logits are divided by it, after `form`.
         tile_bytes: bound in bytes of one tile of logits (in fp32).
+        kept_bytes: where the logits of all tokens, in the dtype of the products, are no larger than this they are kept
+            for the backward. It changes no result.
 
     Returns:
         log-probs [n] and entropies [n] in nats (or None), in fp32 (float64 for float64 input). Both are differentiable
@@ -74,7 +84,14 @@ def score_tokens(
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    spec = HeadSpec(form=form or LogitForm(), temperature=temperature, tile_bytes=tile_bytes, dtype=dtype)
+    trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    spec = HeadSpec(
+        form=form or LogitForm(),
+        temperature=temperature,
+        tile_bytes=tile_bytes,
+        dtype=dtype,
+        keep=trained and len(targets) * weight.shape[0] * dtype.itemsize <= kept_bytes,
+    )
     with torch.autocast(kind, enabled=False):
         logps, ent = _TiledHead.apply(hidden, weight, bias, targets, entropy, spec)  # type: ignore[no-untyped-call]
     return logps, ent
@@ -85,16 +102,17 @@ class _TiledHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: HeadSpec
     ) -> tuple[Tensor, Tensor | None]:
-        logps, norm, ent = forward_stats(hidden, weight, bias, targets, entropy, spec)
+        kept: list[Tensor] = []
+        logps, norm, ent = forward_stats(hidden, weight, bias, targets, entropy, spec, kept)
         ctx.spec = spec
-        ctx.save_for_backward(hidden, weight, bias, targets, norm, ent)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, ent, *kept)
         ctx.set_materialize_grads(False)
         return logps, ent
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_logps: Tensor | None, g_ent: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, norm, ent = ctx.saved_tensors
+        hidden, weight, bias, targets, norm, ent, *kept = ctx.saved_tensors
         spec: HeadSpec = ctx.spec
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if g_logps is None and g_ent is None:
@@ -104,12 +122,13 @@ class _TiledHead(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=stats, device=hidden.device) if need_hidden else None
         d_weight = torch.empty_like(weight) if need_weight else None
         d_bias = torch.empty_like(bias) if need_bias else None
+        found = iter(kept)
         for columns, row_blocks in tiles(n, weight.shape[0], spec.tile_bytes):
             w, b = cut_columns(weight, bias, columns, spec.dtype)
             dw = torch.zeros(w.shape if need_weight else 0, dtype=stats, device=hidden.device)
             db = torch.zeros(w.shape[0], dtype=stats, device=hidden.device)
             for rows in row_blocks:
-                z, slope = tile_logits(states[rows], w, b, spec, stats)
+                z, slope = form_logits(next(found) if kept else project(states[rows], w, b), spec, stats)
                 d = logit_gradient(z, targets[rows], columns, norm[rows], g_logps[rows], ent, g_ent, rows)
                 d *= spec.form.scale / spec.temperature
                 if slope is not None:
@@ -129,9 +148,16 @@ class _TiledHead(torch.autograd.Function):
 
 
 def forward_stats(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, entropy: bool, spec: HeadSpec
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    entropy: bool,
+    spec: HeadSpec,
+    kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """([n] log-probs of the targets, [n] log sum exp of the logits, [n] entropies if asked), in one walk."""
+    """([n] log-probs of the targets, [n] log sum exp of the logits, [n] entropies if asked), in one walk. With
+    `spec.keep` the product of each tile goes into `kept`, in the order of the walk."""
     n, states = len(targets), hidden.to(spec.dtype)
     stats = stats_dtype(hidden)
     top = torch.full((n,), -torch.inf, dtype=stats, device=hidden.device)
@@ -139,12 +165,15 @@ def forward_stats(
     for columns, row_blocks in tiles(n, weight.shape[0], spec.tile_bytes):
         w, b = cut_columns(weight, bias, columns, spec.dtype)
         for rows in row_blocks:
-            z, _ = tile_logits(states[rows], w, b, spec, stats)
+            product = project(states[rows], w, b)
+            if spec.keep and kept is not None:
+                kept.append(product)
+            z, _ = form_logits(product, spec, stats)
             picked[rows] = torch.where(*_at_target(targets[rows], columns, z), picked[rows])
             new_top = torch.maximum(top[rows], z.amax(-1))
             shift = top[rows] - new_top  # <= 0; -inf on the first tile, where the sums are still 0
-            z -= new_top[:, None]
-            e = z.exp()
+            z = z - new_top[:, None]
+            e = z.exp() if entropy else z.exp_()
             if entropy:
                 # sums are relative to the running maximum, so moving it by `shift` moves the weighted sum too
                 moved = torch.where(total[rows] > 0, weighted[rows] + shift * total[rows], total[rows])
@@ -184,16 +213,26 @@ def tile_logits(
     states: Tensor, w: Tensor, b: Tensor | None, spec: HeadSpec, stats: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """One tile of logits [rows, columns], and the slope of the softcap there (None without one)."""
-    z = (states @ w.T if b is None else torch.addmm(b, states, w.T)).to(stats)
+    return form_logits(project(states, w, b), spec, stats)
+
+
+def project(states: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """[rows, columns] h W^T + b."""
+    return states @ w.T if b is None else torch.addmm(b, states, w.T)
+
+
+def form_logits(product: Tensor, spec: HeadSpec, stats: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """What `project` returned as logits, and the slope of the softcap there (None without one). `product` stays as it
+    is, and is what is returned where there is nothing to do."""
+    z, slope = product.to(stats), None
     if spec.form.scale != 1.0:
-        z *= spec.form.scale
-    slope = None
+        z = z * spec.form.scale
     if spec.form.softcap is not None:
-        t = z.div_(spec.form.softcap).tanh_()
+        t = (z / spec.form.softcap).tanh_()
         slope = 1 - t * t
         z = t.mul_(spec.form.softcap)
     if spec.temperature != 1.0:
-        z /= spec.temperature
+        z = z / spec.temperature
     return z, slope
 
 
@@ -214,8 +253,8 @@ def logit_gradient(
     g_ent: Tensor | None,
     rows: slice,
 ) -> Tensor:
-    """Gradient with respect to one tile of logits [rows, columns]; overwrites `z`."""
-    z -= norm[:, None]
+    """Gradient with respect to one tile of logits [rows, columns]; leaves `z` as it is."""
+    z = z - norm[:, None]
     if ent is not None and g_ent is not None:
         factor = (z + ent[rows, None]).mul_(-g_ent[rows, None]).sub_(g_logps[:, None])
         d = z.exp_().mul_(factor)

@@ -16,9 +16,10 @@ activations  T b (6 H + 4 A + 4 I) a layer: what a pre-norm gated-MLP block keep
              LoRA 4 H in place of 6 or 8; adapters are fp32, so below that T (4 (5 H + A + I) - b I) more for the copies
              of their inputs. With gradient checkpointing T b H a layer and one whole layer. The plain log-prob path
              adds T V (b + 8) for its logits.
+logits       T V b, but nothing beyond 128 MiB: what the LM head of the shared path keeps for its backward pass
 
-The last is a model of the usual architecture, measured on Llama; the others are exact to a few hundred bytes a tensor.
-Not counted: the framework itself, buffers of gradient reduction, fragmentation.
+Activations are those of the usual architecture, measured on Llama, and logits the most there can be; the others are
+exact to a few hundred bytes a tensor. Not counted: the framework itself, buffers of gradient reduction, fragmentation.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.pytorch_utils import Conv1D
 
 from alignment.critic import CriticConfig, reward_dtype, split_classifier, zero_head
+from alignment.lm_head import KEPT_BYTES
 from alignment.logprobs import decoder_of
 from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig, add_lora, base_model, load_architecture
@@ -84,12 +86,14 @@ class Estimate:
     gradients: int
     optimizer: int
     activations: int
+    logits: int
     reference: int
     critic: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.reference + self.critic
+        passes = self.activations + self.logits
+        return self.weights + self.gradients + self.optimizer + passes + self.reference + self.critic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,7 @@ class Estimator:
             gradients=gradients,
             optimizer=sum(_state_bytes(p, plan.optim) for p in trained if plan.optim is not None),
             activations=_activation_bytes(plan, self._architecture, counts.value_bytes),
+            logits=_logit_bytes(plan, self._architecture, counts.value_bytes),
             reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0),
             critic=self._critic_bytes(plan, plan.critic) if plan.critic is not None else 0,
         )
@@ -267,6 +272,13 @@ def _activation_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int
     return int(kept + 3 * tokens * b * hidden + logits)
 
 
+def _logit_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int:
+    """The most that the LM head keeps of its logits. Fewer tokens than in a forward are scored: those may fit."""
+    if plan.optim is None or plan.policy.logprob_path == "plain":
+        return 0
+    return min(plan.micro_batch_tokens * int(architecture.get_text_config(decoder=True).vocab_size) * b, KEPT_BYTES)
+
+
 # ------------------------------------------------------------------------------------------------------------- machine
 
 
@@ -360,6 +372,7 @@ def report(plan: Plan, limit: int, where: str = "this machine") -> str:
         ("reference", found.reference, plan.reference),
         *([("critic", found.critic, plan.critic.kind)] if plan.critic is not None else []),
         ("activations", found.activations, f"up to {plan.micro_batch_tokens:,} tokens at a time{checkpointing}"),
+        *([("logits", found.logits, "kept for the LM head's backward pass")] if found.logits else []),
         ("total", found.total, ""),
         ("free", limit, where),
     ]

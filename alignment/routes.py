@@ -191,7 +191,7 @@ class _RoutedHead(torch.autograd.Function):
                 scale = factor if slope is None else slope * factor
                 at = (targets[rows], columns, norm[rows])
                 if by_ent is not None:
-                    e = logit_gradient(z.clone(), *at, zero[rows], entropy, g_ent, rows).mul_(scale)
+                    e = logit_gradient(z, *at, zero[rows], entropy, g_ent, rows).mul_(scale)
                     by_ent[rows] += e.to(spec.dtype) @ w
                 d = logit_gradient(z, *at, one[rows], None, None, rows).mul_(scale)
                 by_logp[rows] += d.to(spec.dtype) @ w

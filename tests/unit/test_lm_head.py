@@ -151,3 +151,44 @@ def test_no_tokens():
     assert logps.shape == entropy.shape == (0,)
     logps.sum().backward()
     assert torch.equal(weight.grad, torch.zeros(6, 4))
+
+
+# ---- logits kept for the backward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tile_bytes", TILES)
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_kept_logits_change_no_bit(form, tile_bytes, dtype):
+    """Also of a second backward through the same forward: the first must leave what was kept as it is."""
+    inputs = [t.detach().to(dtype).requires_grad_() for t in tensors(torch.float32)[:3]]
+    mix, seen = torch.linspace(-1, 2, N), []
+    for kept_bytes in (0, 1 << 30):
+        options = {"form": form, "temperature": 0.7, "tile_bytes": tile_bytes, "kept_bytes": kept_bytes}
+        logps, entropy = score_tokens(*inputs, tensors()[3], entropy=True, **options)
+        loss = (logps * mix).sum() + (entropy * mix.flip(0)).sum()
+        both = [torch.autograd.grad(loss, inputs, retain_graph=True) for _ in range(2)]
+        seen.append((logps, entropy, *both[0], *both[1]))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(seen[0][2:5], seen[0][5:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_are_kept_where_all_of_them_fit_and_somebody_needs_them(dtype):
+    hidden, weight, bias, targets = (t.detach() for t in tensors(torch.float32))
+    hidden, weight, bias = (t.to(dtype) for t in (hidden, weight, bias))
+
+    def saved_values(kept_bytes: int) -> int:
+        """Values saved for the backward, those of the inputs and those per token left out."""
+        seen: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t):
+            score_tokens(hidden, weight, bias, targets, entropy=True, tile_bytes=4 * 300 * 2, kept_bytes=kept_bytes)
+        return sum(n for n in seen if n not in (N * H, V * H, V, N))
+
+    logits = N * V * dtype.itemsize
+    assert saved_values(logits) == 0
+    weight.requires_grad_()
+    assert saved_values(logits) == N * V
+    assert saved_values(logits - 1) == 0
+    with torch.no_grad():
+        assert saved_values(logits) == 0

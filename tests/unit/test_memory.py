@@ -45,7 +45,14 @@ def test_numbers_by_hand() -> None:
     assert found.optimizer == 2 * 700_160 + 4 * tensors
     # A layer: 6 x 64 (norms) + 4 x 64 (attention) + 4 x 128 (MLP) + 10 (mask) = 1,162 values a token; 3 x 64 after.
     assert found.activations == 100 * 4 * (3 * 1162 + 3 * 64)
-    assert found.total == 3 * 700_160 + found.optimizer + found.activations
+    assert found.logits == 100 * 1000 * 4
+    assert found.total == 3 * 700_160 + found.optimizer + found.activations + found.logits
+
+
+def test_logits_are_kept_up_to_a_bound_and_by_the_shared_path_alone() -> None:
+    assert estimate(plan(BIG, micro_batch_tokens=8192)).logits == 128 << 20
+    assert estimate(plan(BIG, micro_batch_tokens=8192, logprob_path="plain")).logits == 0
+    assert estimate(plan(BIG, micro_batch_tokens=8192, optim=None)).logits == 0
 
 
 def test_bf16_by_hand() -> None:
@@ -180,7 +187,8 @@ def test_activations_are_within_ten_percent_of_what_autograd_keeps(
     config = PolicyConfig(arch=arch, dtype=dtype, lora=lora)
     batch = GroupBatch.from_groups([Group(prompt=[1] * 128, completions=[[5] * 64, [6] * 64])])
     expected = estimate(Plan(policy=config, micro_batch_tokens=256, masks=False)).activations
-    assert saved_bytes(config, batch) == pytest.approx(expected, rel=0.1)
+    logits = 128 * 1000 * (4 if dtype == "float32" else 2)  # of the two completions
+    assert saved_bytes(config, batch) == pytest.approx(expected + logits, rel=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------ machine, advice
