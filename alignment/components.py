@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.metrics import Metrics, add_metrics
+from alignment.tied_rows import gathering_gradients
 from alignment.update import Counts, has_gradient, optimizer_of, reduce_gradients, step, without_ddp_reduction
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _accumulate(
     module.note_batch_size(counts.prompts)
     shares = torch.zeros(len(stores), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
-    with without_ddp_reduction(module):
+    with without_ddp_reduction(module), gathering_gradients():
         for micro in batch.split(module.micro_batch_tokens, keep_groups=keep_groups):
             parts, part_metrics = parts_fn(micro, counts)
             assert parts.keys() == stores.keys(), "a part for every objective, and the rest"

@@ -35,6 +35,7 @@ from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
 from alignment.lm_head import LogitForm, score_tokens
 from alignment.prefix_attention import prefix_attention
 from alignment.probe import Probe, check_causal, difference, obstacle
+from alignment.tied_rows import TiedRows
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class LogProbEngine:
         self._config = inner.config.get_text_config(decoder=True)
         self._head: nn.Module | None = inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._trunk = decoder_of(inner) if self._head is not None else inner
+        self._tied_rows = TiedRows(inner.get_input_embeddings(), self._head)
         self._tile_bytes, self._pad_id = tile_bytes, pad_id
         self._attending = configs_of(inner)
         self._splits = True  # attention within groups where it can be, a mask over whole rows elsewhere
@@ -151,7 +153,8 @@ class LogProbEngine:
         """Log-probs and entropies [scored] (None without `scored`) and states [C, H] (None unless asked)."""
         layout = pack(batch, self._pad_id)
         split = self._split(layout)
-        with prefix_attention(self._attending, layout.sections) if split else nullcontext():
+        attention = prefix_attention(self._attending, layout.sections) if split else nullcontext()
+        with attention, self._tied_rows.apart():
             output = self._trunk(
                 input_ids=layout.input_ids,
                 attention_mask=None if split else self._masks(layout),

@@ -27,6 +27,7 @@ from alignment.folders import run_folder
 from alignment.guard import WINDOW, TrainingDivergedError, dump_batch, roll_back
 from alignment.metrics import Metrics, add_metrics
 from alignment.protocols import GradientListener
+from alignment.tied_rows import gathering_gradients
 
 if TYPE_CHECKING:
     from alignment.training import TrainingMixin
@@ -129,7 +130,7 @@ def accumulate(
     module.note_batch_size(counts.prompts)
     loss = torch.zeros((), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
-    with without_ddp_reduction(module):
+    with without_ddp_reduction(module), gathering_gradients():
         for micro in batch.split(module.micro_batch_tokens, keep_groups=keep_groups):
             part, part_metrics = loss_fn(micro, counts)
             if has_gradient(part, micro):
