@@ -4,6 +4,9 @@
     optimizer   AdamW fused against torch's loop, a step of 15M parameters
     rollout     W6's completions in bf16-mixed, weights cast once against in every decode step
     decode      attention of a decode step: torch's against plain products
+    head        logits kept for the backward of the LM head against computed again; forward and backward
+    embedding   rows added to the head's gradient of a tied weight against torch's dense one; backward of both
+    clip        the gradients' norm; clipping before the optimizer's step and inside it; the step without
 
 CPU seconds of this process, the least of some repeats that take turns. docs/performance_log.md has what was found.
 """
@@ -26,10 +29,12 @@ from transformers import AutoModelForCausalLM
 from alignment import local_rollout, prefix_attention
 from alignment.batches import Group, GroupBatch
 from alignment.layout import LayerMask, attention_mask, pack
+from alignment.lm_head import score_tokens
 from alignment.local_rollout import LocalRollout
 from alignment.rollout import SamplingConfig
+from alignment.update import total_norm
 from benchmarks.online.bench import table
-from benchmarks.performance.workloads import WORKLOADS, make_model, rows_of
+from benchmarks.performance.workloads import SMALL, WIDE, WIDEST, WORKLOADS, make_model, rows_of
 
 REPEATS = 12
 SHAPES = {
@@ -125,11 +130,80 @@ def decode() -> list[str]:
     return table(["shape", "torch's, ms", "products, ms"], lines)
 
 
+HEADS = {"W1": (1900, SMALL), "W3": (1024, SMALL), "W4": (512, WIDE), "W6": (2048, SMALL)}
+"""Tokens scored in a step, model."""
+
+
+def head() -> list[str]:
+    lines = []
+    for name, (tokens, shape) in HEADS.items():
+        states = torch.randn(tokens, shape.hidden, requires_grad=True)
+        weight = torch.nn.Parameter(torch.randn(shape.vocabulary, shape.hidden) / 20)
+        targets = torch.randint(0, shape.vocabulary, (tokens,))
+        for dtype in (torch.float32, torch.bfloat16):
+
+            def run(kept_bytes: int, dtype: torch.dtype = dtype, args: tuple[Tensor, ...] = (states, weight, targets)):
+                args[0].grad = args[1].grad = None
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32, cache_enabled=False):
+                    logps, _ = score_tokens(args[0], args[1], None, args[2], kept_bytes=kept_bytes)
+                logps.sum().backward()
+
+            found = least({"again": lambda run=run: run(0), "kept": lambda run=run: run(1 << 40)}, repeats=6)
+            size = f"{tokens * shape.vocabulary * dtype.itemsize >> 20} MiB"
+            lines.append([f"{name}, {str(dtype).removeprefix('torch.')}", size, *found])
+    return table(["shape", "logits", "computed again, ms", "kept, ms"], lines)
+
+
+def embedding() -> list[str]:
+    lines = []
+    for name, tokens, shape in (("W3", 3072, SMALL), ("W4", 1536, WIDE), ("W7", 2880, WIDEST)):
+        inner = torch.nn.Embedding(shape.vocabulary, shape.hidden)
+        ids = torch.randint(0, shape.vocabulary, (tokens,))
+        dense = torch.randn_like(inner.weight)
+
+        def run(rows: bool, inner: torch.nn.Embedding = inner, ids: Tensor = ids, dense: Tensor = dense) -> None:
+            inner.sparse, inner.weight.grad = rows, None
+            # the head's gradient, as a tensor that nobody else holds: autograd adds in place to what it owns
+            ((inner.weight * dense[:1, :1]).sum() + inner(ids).sum()).backward()
+
+        ways: Ways = {"dense": lambda run=run: run(False), "rows": lambda run=run: run(True)}
+        lines.append([name, *least(ways, repeats=6)])
+    return table(["vocabulary of", "dense, ms", "rows, ms"], lines)
+
+
+def clip() -> list[str]:
+    lines = []
+    for name, shape in (("W3", SMALL), ("W4", WIDE)):
+        weight = torch.nn.Parameter(torch.zeros(shape.parameters))
+        weight.grad = torch.randn(shape.parameters)
+        optimizer = torch.optim.AdamW([weight], lr=1e-6, fused=True)
+
+        def step(folded: bool, weight: Tensor = weight, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            if folded:
+                optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]  # what gradients are divided by
+            else:
+                torch.nn.utils.clip_grads_with_norm_([weight], 1.0, torch.tensor(2.0))
+            optimizer.step()
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+        ways: Ways = {
+            "norm": lambda w=weight: total_norm([w.grad]),
+            "before": lambda step=step: step(False),
+            "inside": lambda step=step: step(True),
+            "none": optimizer.step,
+        }
+        lines.append([name, *least(ways)])
+    return table(["parameters of", "norm, ms", "clip and step, ms", "step that clips, ms", "step, ms"], lines)
+
+
 PARTS: dict[str, Callable[[], list[str]]] = {
     "attention": attention,
     "optimizer": optimizer,
     "rollout": rollout,
     "decode": decode,
+    "head": head,
+    "embedding": embedding,
+    "clip": clip,
 }
 
 
