@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from alignment import cli
 from benchmarks.performance import equality, peers
 from benchmarks.performance.turns import Worker, alternate
 from benchmarks.performance.workloads import WIDE, WORKLOADS, Workload, specify, write_spec
@@ -44,7 +45,9 @@ class Bench:
             str(Path(__file__).with_name("trl_worker.py").resolve()),
             str(path),
         ]
-        return Worker(ours if side == "ours" else theirs, log_path=path.with_suffix(".log"))
+        # ours asks for it itself; the peer is given it unless it is to run as it comes
+        env = {} if side == "ours" or spec["as_it_comes"] else dict([cli.LARGE_PAGES])
+        return Worker(ours if side == "ours" else theirs, env, log_path=path.with_suffix(".log"))
 
     def equality(self) -> list[Numbers]:
         """Losses and gradients beside the peer's, before any time counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import subprocess
 import sys
@@ -55,6 +56,17 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     *text, loaded = done.stdout.splitlines()
     assert loaded == "[]"
     assert all(any(line.split()[:1] == [name] for line in text) for name in SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_torch_is_asked_for_large_pages_unless_the_environment_says_otherwise(given: str | None) -> None:
+    code = "import os; from alignment.cli import main; main(['--version']); print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    env = {k: v for k, v in os.environ.items() if k != "THP_MEM_ALLOC_ENABLE"}
+    env |= {} if given is None else {"THP_MEM_ALLOC_ENABLE": given}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=CONFIGS.parent, env=env
+    )
+    assert done.stdout.splitlines()[-1] == (given or "1")
 
 
 def test_bitsandbytes_does_not_ask_for_a_kernel() -> None:
