@@ -154,7 +154,8 @@ class LogProbEngine:
         layout = pack(batch, self._pad_id)
         split = self._split(layout)
         attention = prefix_attention(self._attending, layout.sections) if split else nullcontext()
-        with attention, self._tied_rows.apart():
+        compiled = self._trunk._compiled_call_impl is not None  # compilers know no gradient in rows
+        with attention, nullcontext() if compiled else self._tied_rows.apart():
             output = self._trunk(
                 input_ids=layout.input_ids,
                 attention_mask=None if split else self._masks(layout),

@@ -32,6 +32,7 @@ from alignment.layout import LayerMask, attention_mask, pack
 from alignment.lm_head import score_tokens
 from alignment.local_rollout import LocalRollout
 from alignment.rollout import SamplingConfig
+from alignment.tied_rows import TiedRows, gathering_gradients
 from alignment.update import total_norm
 from benchmarks.online.bench import table
 from benchmarks.performance.workloads import SMALL, WIDE, WIDEST, WORKLOADS, make_model, rows_of
@@ -158,15 +159,18 @@ def embedding() -> list[str]:
     lines = []
     for name, tokens, shape in (("W3", 3072, SMALL), ("W4", 1536, WIDE), ("W7", 2880, WIDEST)):
         inner = torch.nn.Embedding(shape.vocabulary, shape.hidden)
+        head = torch.nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        head.weight = inner.weight
         ids = torch.randint(0, shape.vocabulary, (tokens,))
-        dense = torch.randn_like(inner.weight)
 
-        def run(rows: bool, inner: torch.nn.Embedding = inner, ids: Tensor = ids, dense: Tensor = dense) -> None:
-            inner.sparse, inner.weight.grad = rows, None
-            # the head's gradient, as a tensor that nobody else holds: autograd adds in place to what it owns
-            ((inner.weight * dense[:1, :1]).sum() + inner(ids).sum()).backward()
+        def run(rows: TiedRows | None, inner: torch.nn.Embedding = inner, ids: Tensor = ids) -> None:
+            inner.weight.grad = None
+            with gathering_gradients(), contextlib.nullcontext() if rows is None else rows.apart():
+                states = inner(ids)
+            (states.sum() + inner.weight.square().sum()).backward()  # the head's gradient: one multiplication
 
-        ways: Ways = {"dense": lambda run=run: run(False), "rows": lambda run=run: run(True)}
+        tied = TiedRows(inner, head)
+        ways: Ways = {"dense": lambda run=run: run(None), "rows": lambda run=run, tied=tied: run(tied)}
         lines.append([name, *least(ways, repeats=6)])
     return table(["vocabulary of", "dense, ms", "rows, ms"], lines)
 
