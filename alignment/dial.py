@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from alignment.batches import GroupBatch
+from alignment.panels import diverging, panels, plain_axes
 from alignment.pareto import on_front
 
 
@@ -81,21 +82,49 @@ def to_json(points: Sequence[Point]) -> str:
     return json.dumps([asdict(point) for point in points], indent=1) + "\n"
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
-    """A panel for each pair of rewards: every point, its colour the share of the first of the two among both, and a
-    line through those on the front of that pair."""
-    from matplotlib.figure import Figure  # imported where it is used: it takes a second
+def summary(points: Sequence[Point]) -> str:
+    """What all preferences together gave, in a few words."""
+    different = {_shown(point.rewards.values()) for point in points}
+    if len(different) == 1:
+        return f"all {len(points)} preferences gave the same rewards"
+    best = {_shown(point.rewards.values()) for point in points if point.front}
+    return f"{len(points)} preferences gave {len(different)} different points, {len(best)} of them on the front"
 
+
+def _shown(values: Iterable[float]) -> tuple[str, ...]:
+    """By which equal points are one, NaN among their values or not."""
+    return tuple(str(value) for value in values)
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """A panel for each pair of rewards: its different points, their colour the share of the reward on the x axis of the
+    two (the mean of all preferences that gave the point, whose number stands beside it), and a line through those on
+    the front of that pair."""
     pairs = list(combinations(points[0].rewards, 2))
-    figure = Figure(figsize=(4.2 * len(pairs), 3.6), layout="constrained")
-    for axes, (a, b) in zip(figure.subplots(1, len(pairs), squeeze=False)[0], pairs, strict=True):
-        values = [(point.rewards[a], point.rewards[b]) for point in points]
-        shares = [point.weights[a] + point.weights[b] for point in points]
-        colours = [point.weights[a] / share if share else 0.5 for point, share in zip(points, shares, strict=True)]
+    figure, panel = panels(len(pairs), 4.0, 3.5)
+    for axes, (a, b) in zip(panel, pairs, strict=True):
+        found: dict[tuple[str, ...], list[Point]] = {}
+        for point in points:
+            found.setdefault(_shown((point.rewards[a], point.rewards[b])), []).append(point)
+        values = [(group[0].rewards[a], group[0].rewards[b]) for group in found.values()]
+        colours = [sum(_share(point, a, b) for point in group) / len(group) for group in found.values()]
         best = sorted(value for value, front in zip(values, on_front(values), strict=True) if front)
         axes.plot([x for x, _ in best], [y for _, y in best], color="0.7", zorder=0)
-        dots = axes.scatter(*zip(*values, strict=True), c=colours, cmap="coolwarm", vmin=0, vmax=1)
-        axes.set(xlabel=a, ylabel=b)
-        figure.colorbar(dots, ax=axes, label=f"share of {a} in {a} + {b}")
-    figure.suptitle(f"one policy, {len(points)} preferences at decoding")
+        # The first is the largest and all let through what is below: points close together stay visible.
+        sizes = [70 - 45 * k / len(values) for k in range(len(values))]
+        look: dict[str, Any] = {"cmap": diverging(), "vmin": 0, "vmax": 1, "alpha": 0.8, "edgecolors": "0.3"}
+        dots = axes.scatter(*zip(*values, strict=True), c=colours, s=sizes, linewidths=0.6, **look)
+        for (x, y), group in zip(values, found.values(), strict=True):
+            if len(group) > 1:
+                axes.annotate(f"{len(group)}x", (x, y), xytext=(6, 4), textcoords="offset points", fontsize=7)
+        axes.set_xlabel(a, fontsize=9)
+        axes.set_ylabel(b, fontsize=9)
+        plain_axes(axes, *zip(*values, strict=True))
+    figure.colorbar(dots, ax=panel, shrink=0.8, label="share of the reward on the x axis, of the two")
+    figure.suptitle("one policy, its dial turned: " + summary(points), fontsize=10)
     figure.savefig(path, dpi=150)
+
+
+def _share(point: Point, a: str, b: str) -> float:
+    both = point.weights[a] + point.weights[b]
+    return point.weights[a] / both if both else 0.5

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from alignment import distributed
-from alignment.dial import HasDial, Point, draw, grid, points_of, to_json
+from alignment.dial import HasDial, Point, draw, grid, points_of, summary, to_json
 from alignment.errors import UserError
 from alignment.folders import run_folder
 from alignment.tracking import TrackingLogger
@@ -22,8 +22,8 @@ from alignment.tracking import TrackingLogger
 class PreferenceDial(Callback):
     """Samples under a grid of preferences among the rewards, at the end of training and of `test`.
 
-    It writes the front: `dial.json` and `dial.png` (`test_dial` after a test) in the run's folder and among the
-    artifacts of the MLflow run.
+    It writes what each gave and their front: `dial.json` and `dial.png` (`test_dial` after a test) in the run's folder
+    and among the artifacts of the MLflow run. Where heads hardly differ yet, all preferences give the same; it says so.
 
     It needs a policy with a head for each reward (modules.DecoupledPO); nothing is trained. Each point is one pass over
     the validation or test data. With K rewards there are (steps + K - 1)! / (steps! (K - 1)!) points: 15 for three
@@ -99,4 +99,4 @@ class PreferenceDial(Callback):
             if isinstance(logger, TrackingLogger):
                 for path in (table, picture):
                     logger.log_file(path)
-        print(f"front of {len(self.points)} preferences: {picture}", flush=True)
+        print(f"{summary(self.points)}: {picture}", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from alignment.batches import Group, GroupBatch
 from alignment.checkpoint import SafeCheckpointIO, load_checkpoint_folder, resolve
 from alignment.errors import UserError
 from alignment.fusion_profile import FusionProfile
-from alignment.reward_history import History, evaluation
+from alignment.reward_history import History, draw_fusion, draw_rewards, evaluation
 from callbacks import Checkpoint, RewardFigures
 from modules import GRPO, DecoupledPO
 from tests.callback_toys import Leave
+from tests.pictures import bars_of, check_readable, drawn, panels_of, texts_of
 from tests.rl_toys import fit, here, odd, online, prompts
 from tests.toys import FixedData, trainer
 
@@ -180,3 +182,103 @@ def test_mistakes(tmp_path: Path) -> None:
     two = online(GRPO, rewards={"odd": here(odd), "even": here(even)})
     with pytest.raises(UserError, match="reference names warm, no reward; use odd, even"):
         fit(two, tmp_path, callbacks=[RewardFigures(reference={"warm": 0.0})])
+
+
+# ---------------------------------------------------------------------- what is on the pictures
+
+NAMES = ["right", "warm", "short", "repetition_penalty", "format"]
+
+
+def history(count: int, evaluations: int, **constant: float) -> tuple[History, list[str]]:
+    """Of so many rewards, which vary over completions and evaluations but where they are given."""
+    names, found = NAMES[:count], History()
+    for step in range(evaluations):
+        means = {name: 0.1 + 0.03 * (k + 1) * step for k, name in enumerate(names)}
+        rows = [
+            {name: mean + 0.2 * ((k + 2) * n % 5) for k, (name, mean) in enumerate(means.items())} | constant
+            for n in range(7)
+        ]
+        weights = [[1 / count + 0.005 * (-1) ** k for k in range(count)]] * 16
+        one = evaluation(31 * step + 30, rows, names, weights)
+        found.add(one)
+        found.add(replace(one, volume=found.hypervolume(dict.fromkeys(names, 0.0))))
+    return found, names
+
+
+@pytest.mark.parametrize("evaluations", [1, 3, 20])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_pictures_are_readable(count: int, evaluations: int) -> None:
+    """Correlation, each pair, hypervolume; one colour bar for all, and none where there is one point."""
+    found, names = history(count, evaluations)
+    figure = drawn(lambda path: draw_rewards(found, names, path))
+    check_readable(figure)
+    assert len(panels_of(figure)) == 2 + count * (count - 1) // 2
+    assert len(bars_of(figure)) == (evaluations > 1)
+    legends = [axes.get_legend() is not None for axes in panels_of(figure)]
+    assert legends == [False, evaluations > 1, *[False] * (len(legends) - 2)]
+    check_readable(drawn(lambda path: draw_fusion(found, names, 4, path)))
+
+
+def test_one_evaluation_of_a_reward_that_is_0() -> None:
+    """Blank cells say why, the axis at 0 is no magnifying glass, and the title says why there is no volume."""
+    found, names = history(3, 1, right=0.0)
+    correlation, pair, *_, growth = panels_of(drawn(lambda path: draw_rewards(found, names, path)))
+    constant = [text == "constant" for text in texts_of(correlation)]
+    assert constant == [True, True, True, True, False, False, True, False, False]
+    assert pair.get_xlim() == pytest.approx((-0.5, 0.5))
+    assert growth.get_title() == "hypervolume 0: right at or below the\nreference of 0"
+    assert growth.get_ylim() == pytest.approx((0.0, 0.5))
+
+
+def test_why_there_is_no_correlation() -> None:
+    rows = [{"a": 1.0, "b": None, "c": 5.0, "d": None}, {"a": 2.0, "b": 1.0, "c": 5.0, "d": None}]
+    rows.append({"a": None, "b": 2.0, "c": 5.0, "d": None})
+    found, names = History([evaluation(0, rows, ["a", "b", "c", "d"])]), ["a", "b", "c", "d"]
+    (correlation, *_) = panels_of(drawn(lambda path: draw_rewards(found, names, path)))
+    said = texts_of(correlation)
+    assert said[:4] == ["1.00", "too few", "constant", "no values"]  # one completion has both a and b
+    assert said[12:] == ["no values"] * 4
+
+
+def test_numbers_on_dark_colours_are_white() -> None:
+    rows = [{"a": float(n), "b": float(n**2), "c": float(n % 2)} for n in range(6)]
+    found, names = History([evaluation(0, rows, ["a", "b", "c"])]), ["a", "b", "c"]
+    (correlation, *_) = panels_of(drawn(lambda path: draw_rewards(found, names, path)))
+    colours = {text.get_text(): text.get_color() for text in correlation.texts}
+    assert colours == {"1.00": "white", "0.96": "white", "0.29": "black", "0.28": "black"}
+
+
+def test_a_front_of_one_point_is_seen() -> None:
+    """The last of three is best in everything: a ring around it."""
+    rows = [[{"a": float(n), "b": float(n)}] for n in range(3)]
+    found = History([evaluation(n, row, ["a", "b"]) for n, row in enumerate(rows)])
+    _, pair, _ = panels_of(drawn(lambda path: draw_rewards(found, ["a", "b"], path)))
+    (front,) = (line for line in pair.lines if line.get_label() == "front")
+    assert front.get_xydata().tolist() == [[2.0, 2.0]]
+    assert (front.get_marker(), front.get_markerfacecolor()) == ("o", "none")
+
+
+@pytest.mark.parametrize(
+    ("means", "reference", "title"),
+    [
+        ([(0.5, 0.5)], {}, "hypervolume of the front so far"),
+        ([(0.0, 0.5), (0.5, 0.0)], {}, "hypervolume 0: no evaluation is above the reference in every reward"),
+        ([(0.0, 0.5), (-1.0, 0.7)], {}, "hypervolume 0: a at or below the reference of 0"),
+        ([(0.5, 0.5)], {"a": 0.5, "b": 0.5}, "hypervolume 0: a, b at or below the reference of 0.5"),
+        ([(0.5, None)], {"a": 2.0}, "hypervolume 0: a at or below the reference of 2; b without values"),
+    ],
+)
+def test_why_a_hypervolume_is_0(means: list[tuple[float, float]], reference: dict[str, float], title: str) -> None:
+    found = History()
+    for step, values in enumerate(means):
+        one = evaluation(step, [dict(zip("ab", values, strict=True))], ["a", "b"])
+        found.add(one)
+        found.add(replace(one, volume=found.hypervolume({"a": 0.0, "b": 0.0} | reference)))
+    assert found.growth(["a", "b"]) == title
+
+
+@pytest.mark.parametrize(("away", "shown"), [(0.005, 0.1), (0.3, 0.3)])
+def test_small_differences_of_fusion_weights_stay_pale(away: float, shown: float) -> None:
+    found = History([evaluation(0, [{"a": 0.0, "b": 1.0}], ["a", "b"], [[0.5 + away, 0.5 - away]])])
+    for axes in panels_of(drawn(lambda path: draw_fusion(found, ["a", "b"], 4, path))):
+        assert axes.images[0].get_clim() == pytest.approx((0.5 - shown, 0.5 + shown))
