@@ -387,8 +387,13 @@ def _values(text: str, attribute: Attribute) -> set[str]:
 
 def right(reply: str, row: Mapping[str, Any]) -> bool:
     """Whether a reply gives the row's `answer` and no other value of the same kind (another number of years, another
-    colour). "Three years", "3-year" and "$49" count as "3 years", "3 years" and "49 dollars"."""
-    attribute = ATTRIBUTES[row["attribute"]]
+    colour). "Three years", "3-year" and "$49" count as "3 years", "3 years" and "49 dollars".
+
+    Raises ValueError for an `attribute` that this world does not have.
+    """
+    attribute = ATTRIBUTES.get(row["attribute"])
+    if attribute is None:
+        raise ValueError(f"attribute is {row['attribute']!r}; the support world has {', '.join(ATTRIBUTES)}")
     return _values(reply, attribute) == _values(row["answer"], attribute)
 
 

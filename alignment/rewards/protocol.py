@@ -8,9 +8,9 @@ A reward is a callable, or a class whose instances are. The names of its paramet
                   columns: Mapping[str, Any]; returns one value
 
 Any other parameter is the data column of that name, a list of its values or one value (None where a row has none);
-`**kwargs` receives what is listed above and not named. A reward that looks up columns by configurable names lists them
-in its attribute `needs_columns`, so that a wrong name is an error before the first call. A value is a number, or None
-to abstain: None enters no mean, no standard deviation and no sum.
+`**kwargs` receives what is listed above and not named. What a reward looks up in `columns` it lists in its attribute
+`needs_columns` (of a function too), so that a column that no row has is an error before the first call, not a fault of
+every row. A value is a number, or None to abstain: None enters no mean, no standard deviation and no sum.
 """
 
 from __future__ import annotations

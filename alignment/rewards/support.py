@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from alignment import world
 
 
-def right(completion: str, columns: Mapping[str, Any]) -> float:
-    """1 where a reply gives the value in the prompt's FAQ and no other value of its kind, 0 elsewhere."""
-    return float(world.right(completion, columns))
+def right(completion: str, answer: str | None, attribute: str | None) -> float | None:
+    """1 where a reply gives the value in the prompt's FAQ and no other value of its kind, 0 elsewhere. Abstains where
+    the row has no `answer`, or does not say of which `attribute` it is."""
+    if answer is None or attribute is None:
+        return None
+    return float(world.right(completion, {"answer": answer, "attribute": attribute}))
 
 
 def warmth(completion: str) -> float:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from alignment import world
 from alignment.export import export
@@ -43,8 +41,9 @@ def answered(reply: str) -> float:
     return 1.0 if whole else 0.5 * bool(parts)
 
 
-def professionalism(completion: str, columns: Mapping[str, Any]) -> float:
-    return 0.5 * world.right(completion, columns) + 0.5 * answered(completion)
+def professionalism(completion: str, answer: str, attribute: str) -> float:
+    row = {"answer": answer, "attribute": attribute}
+    return 0.5 * world.right(completion, row) + 0.5 * answered(completion)
 
 
 def sentiment(completion: str, scale: float = 6.0) -> float:

@@ -116,6 +116,10 @@ def test_settings_of_data(capsys: pytest.CaptureFixture[str], workdir: Path, tex
             "data: {init_args: {path: odd.jsonl}}",
             "'odd.jsonl' has the columns label, text_a, which is no prompts format",
         ),
+        (
+            "data: {init_args: {path: no_attribute.jsonl}}",
+            "reward 'right' needs the data column 'attribute'; the data's columns: answer",
+        ),
         ("data: {init_args: {path: not_there.jsonl}}", "there is no file or folder 'not_there.jsonl'"),
         (
             "data: {class_path: datamodules.PreferenceData}",
@@ -129,6 +133,8 @@ def test_settings_of_data(capsys: pytest.CaptureFixture[str], workdir: Path, tex
 )
 def test_data_and_rewards(capsys: pytest.CaptureFixture[str], workdir: Path, text: str, told: str) -> None:
     Path("none.jsonl").write_text('{"prompt": ""}\n{"prompt": null}\n')
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(20)]
+    Path("no_attribute.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Path("odd.jsonl").write_text(json.dumps({"text_a": "x", "label": 3}) + "\n")
     assert complaint(capsys, text, *SMALL, *QUIET).startswith(told)
 

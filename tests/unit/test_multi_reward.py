@@ -37,13 +37,13 @@ def test_rewards_by_hand() -> None:
 
 
 def test_rewards_of_the_support_world_by_hand() -> None:
-    row = {"answer": "5 years", "attribute": "warranty"}
-    assert support.professionalism("It has a warranty of 5 years.", row) == 1
-    assert support.professionalism("5 years.", row) == 0.75  # right, but a fragment
-    assert support.professionalism("Happy to help! It has a warranty of 4 years. Ask me.", row) == 0.5
-    assert support.professionalism("It has a warranty of 5 years", row) == 0.75  # cut off
-    assert support.professionalism("You can have it in red and blue.", row) == 0.5
-    assert support.professionalism("Read the FAQ, please, it is there.", row) == 0
+    row = ("5 years", "warranty")
+    assert support.professionalism("It has a warranty of 5 years.", *row) == 1
+    assert support.professionalism("5 years.", *row) == 0.75  # right, but a fragment
+    assert support.professionalism("Happy to help! It has a warranty of 4 years. Ask me.", *row) == 0.5
+    assert support.professionalism("It has a warranty of 5 years", *row) == 0.75  # cut off
+    assert support.professionalism("You can have it in red and blue.", *row) == 0.5
+    assert support.professionalism("Read the FAQ, please, it is there.", *row) == 0
     assert support.sentiment("Happy to help!") == 3
     assert support.efficiency("", [1] * 8) == support.HIGH["efficiency"]
 

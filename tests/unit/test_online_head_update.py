@@ -15,6 +15,7 @@ import pytest
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
 from alignment.feedback import FeedbackFile, Place
+from alignment.rewards.support import right
 from callbacks import Checkpoint, OnlineHeadUpdate, Signals
 from datamodules import PromptData, StrataConfig
 from modules import GRPO
@@ -203,6 +204,17 @@ def test_damaged_rows_are_told_in_one_line(tmp_path: Path, caplog: pytest.LogCap
     assert "row 1 not valid JSON" in told[0]
     assert "row 4 key 'rating' is missing" in told[0]
     assert "the head of low learns from rows 1 to 6 of " in caplog.text
+
+
+def test_rows_without_what_a_shipped_reward_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known = {"prompt": "How long?", "answer": "3 years", "attribute": "warranty"}
+    rows = [known, {**known, "attribute": None}, {"prompt": "And this?", "answer": "5"}]
+    update, seen, _ = job(write(tmp_path / "feedback.jsonl", *(json.dumps(r) + "\n" for r in rows)), {})
+    rewards = REWARDS | {"low": here(right)}
+    runs(decoupled(rewards=rewards), tmp_path, update, seen, batches=1, data=data(tmp_path, batch_size=4))
+    assert [prompts for _, _, prompts in seen.seen] == [["How long?"]]
+    assert "row 2 attribute is None; row 3 key 'attribute' is missing" in caplog.text
+    assert "abstains" not in caplog.text
 
 
 def test_a_batch_of_damaged_rows_is_passed_over(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from alignment.rewards.calls import wanted
+from alignment.rewards.specs import needed
 from alignment.rewards.support import right, warmth
-
-ROW = {"answer": "3 years", "attribute": "warranty", "product": "Velora lamp"}
-
+from benchmarks.multi_reward.support import professionalism
 
 @pytest.mark.parametrize(
     ("reply", "value"),
@@ -24,7 +24,18 @@ ROW = {"answer": "3 years", "attribute": "warranty", "product": "Velora lamp"}
     ],
 )
 def test_right(reply: str, value: float) -> None:
-    assert right(reply, ROW) == value
+    assert right(reply, "3 years", "warranty") == value
+
+
+def test_a_row_that_does_not_say_what_is_right() -> None:
+    assert [right("3 years.", None, "warranty"), right("3 years.", "3 years", None)] == [None, None]
+    with pytest.raises(ValueError, match="attribute is 'tone'; the support world has price, warranty"):
+        right("3 years.", "3 years", "tone")
+
+
+def test_what_they_read_of_a_row_is_known_before_the_first_call() -> None:
+    assert [needed(wanted(reward)) for reward in (right, warmth)] == [{"answer", "attribute"}, set()]
+    assert needed(wanted(professionalism)) == {"answer", "attribute"}
 
 
 @pytest.mark.parametrize(
