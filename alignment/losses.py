@@ -11,7 +11,7 @@ import path as the name (`loss: my_losses.squared_hinge`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alignment.batches import GroupBatch
+from alignment.batches import Group, GroupBatch
 from alignment.errors import UserError
 from alignment.named import imported
 
@@ -178,6 +178,40 @@ def check_margins(name: str, margins: Mapping[str, float]) -> None:
         raise UserError(f"margins have weights {given}; each is above 0, and together they leave a share of 1")
 
 
+def check_margin_columns(groups: Iterable[Group], weights: Mapping[str, float]) -> None:
+    """Raise UserError for a data column of `weights` that no row has, and for the first row without a number in one.
+
+    For the start of a run: `margin_of` says the same of a batch, when the model is there.
+    """
+    known: set[str] = set()
+    complaint: UserError | None = None
+    for group in groups:
+        known |= group.columns.keys() | group.rows.keys()
+        for name in weights:
+            value = group.columns.get(name)
+            if complaint is None and name not in group.rows and not _is_margin(value):
+                complaint = _no_margin(group.index, name, value)
+    if complaint is None:
+        return
+    if lacking := [name for name in weights if name not in known]:
+        raise UserError(
+            f"margins names the column '{lacking[0]}', which no row of the data has; the data's columns: "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+    raise complaint
+
+
+def _is_margin(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _no_margin(index: int, name: str, value: object) -> UserError:
+    return UserError(
+        f"row {index} has {value!r} in column '{name}', which margins names; it must be a number: the reward of the "
+        "chosen completion minus that of the rejected one"
+    )
+
+
 def margin_of(batch: GroupBatch, weights: Mapping[str, float]) -> Tensor:
     """[P] sum over data columns of weight * value, the difference between chosen and rejected in another reward.
 
@@ -190,11 +224,8 @@ def margin_of(batch: GroupBatch, weights: Mapping[str, float]) -> Tensor:
             continue
         values = [columns.get(name) for columns in batch.columns or ({},) * batch.num_prompts]
         for index, value in zip(batch.group_index.tolist(), values, strict=True):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise UserError(
-                    f"row {index} has {value!r} in column '{name}', which margins names; it must be a number: the "
-                    "reward of the chosen completion minus that of the rejected one"
-                )
+            if not _is_margin(value):
+                raise _no_margin(index, name, value)
         total = total + weight * torch.tensor(values, dtype=torch.float32, device=batch.device)
     return total
 

@@ -12,11 +12,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from alignment import memory
-from alignment.batches import GroupBatch
+from alignment.batches import Group, GroupBatch
 from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
-from alignment.protocols import FiniteGroups, SizedBatches
+from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
 from alignment.reference import Reference, ReferenceKind
 from alignment.reference_cache import tokenizer_digest
 
@@ -69,6 +69,15 @@ class ReferencedMixin(PolicyMixin):
         super().configure_model()
         if self._trainer is not None:  # once per fit, validate, test or predict: each has rows of its own
             self._precompute(self._trainer)
+
+    def rows_ahead(self) -> Iterator[Group]:
+        """The rows of what is being done, before there is a model; none unless all are known then and of the kind that
+        this module reads."""
+        data, doing = self.trainer.datamodule, self.trainer.state.fn  # type: ignore[attr-defined]
+        assert doing is not None
+        if isinstance(data, FiniteGroups) and isinstance(data, HasPurpose) and data.purpose == self.reads:
+            for split in SPLITS[doing]:
+                yield from data.groups(split)
 
     def reference_logps(self, batch: GroupBatch) -> Tensor:
         """[C] log-probs under the reference, without gradient; 0 at unscored tokens."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from alignment.batches import GroupBatch
@@ -27,6 +28,7 @@ from alignment.errors import UserError
 from alignment.losses import (
     PairLogRatios,
     check_dpo_loss,
+    check_margin_columns,
     check_margins,
     length_desensitised,
     margin_of,
@@ -93,6 +95,11 @@ class DPO(ReferencedMixin, L.LightningModule):
         self.sft_weight = sft_weight
         if sft_weight:
             self.loss_terms = {"loss/dpo": 1.0, "loss/sft": sft_weight}
+
+    def prepare_data(self) -> None:
+        """Look for margins in the rows while there is no model yet; `predict` needs none."""
+        if self.margins and self.trainer.state.fn != TrainerFn.PREDICTING:
+            check_margin_columns(self.rows_ahead(), self.margins)
 
     def loss(self, micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
         logps = self.engine(micro).logps

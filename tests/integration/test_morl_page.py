@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -24,11 +25,16 @@ FIT += ["--model.completions=2", "--model.sampling.max_tokens=4", "--trainer.num
 @pytest.mark.slow
 def test_commands(workdir: Path) -> None:
     shutil.copytree(REPOSITORY / "configs", workdir / "configs")
+    (row,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    pairs = [json.loads(row) | {"prompt": f"Question {n}?"} for n in range(20)]
+    (workdir / "my_pairs_with_margin.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     lines = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
-    assert len(lines) == 11
+    assert len(lines) == 12
     for line in lines:
         words = shlex.split(line.split("  #")[0])[1:]
         extra = {"fit": FIT, "predict": ["--data.max_eval_rows=2"]}.get(words[0], [])
+        if "configs/modpo.yaml" in words:
+            extra = [word for word in FIT if not word.startswith("--model.")]
         assert main([*words, *extra]) == 0, line
     load_policy(PolicyConfig(name=str(workdir / "models" / "both")))
     prompts = next(workdir.rglob("predictions.jsonl")).read_text()

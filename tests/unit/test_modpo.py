@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 
 from alignment.batches import Group, GroupBatch
+from alignment.cli import main
 from alignment.errors import UserError
-from alignment.losses import DPO_LOSSES, PairLogRatios, margin_of
+from alignment.losses import DPO_LOSSES, PairLogRatios, check_margin_columns, margin_of
 from alignment.optim import OptimConfig
 from alignment.update import Counts
 from modules import DPO
 from tests.rl_toys import SaidBefore, fit
 from tests.toys import TINY, FixedData, groups
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 # c and j of [G-DPO]; margins m_w = (.4, -.2, 0), m_l = (.1, .3, -.5) of weight .3.
 CHOSEN, REJECTED = (1.0, 0.5, -1.0), (-0.5, -0.8, 0.4)
@@ -112,6 +116,48 @@ def test_what_the_margin_explains_is_not_learned(tmp_path: Path) -> None:
 def test_margins_and_losses_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         DPO(policy=TINY, **settings)
+
+
+def pairs_with(*columns: dict[str, Any]) -> list[Group]:
+    return [Group(prompt=[1], completions=[[5], [6]], columns=c, index=i) for i, c in enumerate(columns)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ([{"kind": 0.1, "of": "x"}, {}], "margins names the column 'brief', which no row .* columns: kind, of$"),
+        ([{}, {}], "margins names the column 'brief', which no row .* columns: none$"),
+        ([{"brief": 0.1}, {"brief": "much"}, {}], "row 1 has 'much' in column 'brief'"),
+        ([{}, {"brief": 0.1}], "row 0 has None in column 'brief'"),
+    ],
+)
+def test_columns_are_looked_for_in_all_rows(columns: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        check_margin_columns(pairs_with(*columns), {"brief": 0.3})
+    assert "\n" not in str(caught.value)
+
+
+def test_columns_that_are_there() -> None:
+    check_margin_columns(pairs_with({"brief": 0.1, "kind": 2}, {"brief": -1.0, "kind": 0}), {"brief": 0.3, "kind": 0.2})
+    margins = [Group(prompt=[1], completions=[[5], [6]], rows={"margin": [0.1, 0.1]})]
+    check_margin_columns(margins, {"margin": 0.3})
+    check_margin_columns([], {"brief": 0.3})  # no rows are another mistake
+
+
+def test_a_column_that_is_not_there_costs_no_model(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of the README's DPO example: one line, before a model, a run or a table of the data."""
+    rows = [{"prompt": f"Question {i}?", "chosen": "Three years.", "rejected": "Who knows."} for i in range(20)]
+    Path("my_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["-c", str(CONFIGS / "modpo.yaml"), "--data.path=my_pairs.jsonl", "--trainer.accelerator=cpu"]
+    assert main(["fit", *words]) == 2
+    out, err = capsys.readouterr()
+    told = [line for line in err.splitlines() if line.startswith("alignment: error: ")]
+    assert told == [
+        "alignment: error: margins names the column 'brevity', which no row of the data has; the data's columns: none"
+    ]
+    assert "memory" not in err
+    assert "Data:" not in out
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("value", [None, "much", True, math.nan])
