@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -32,6 +32,9 @@ class GradientNormRatio(Callback):
     of heads `grad/dev/head/NAME`. With `control` also `grad/factor/NAME`. Events: `gradient_ratio`, a norm leaves the
     band from 2/3 to 3/2, told again when it has come back and leaves once more; `gradient_control`, a factor has moved
     by a quarter since it was last told.
+
+    A head whose reward is the same in every group of a batch has no gradient of that reward, only of its KL: such a
+    batch is no measurement of it, and with `control` its factor is 1 there. `callbacks.StalledHead` tells of it.
 
     Args:
         target: name -> share, for example {professional: 1, sentiment: 1.2, efficiency: 0.8}; names that are not given
@@ -103,16 +106,23 @@ class GradientNormRatio(Callback):
                 f"{', '.join(sorted(known))}"
             )
 
-    def _measured(self, module: L.LightningModule, norms: Mapping[str, float]) -> tuple[dict[str, float], int]:
-        """(name -> norm of those that have one in this update, how many there are)."""
+    def _measured(self, module: L.LightningModule, norms: Mapping[str, float]) -> tuple[dict[str, float], set[str]]:
+        """(name -> norm of those that have one in this update, the names of all)."""
         of = self._kind(module)
         if of == "groups":
             groups = {str(g["name"]): g["params"] for g in module.trainer.optimizers[0].param_groups}
             self._check_names(set(groups), of)
             grads = {name: [p.grad for p in members if p.grad is not None] for name, members in groups.items()}
-            return {name: float(total_norm(own)) for name, own in grads.items() if own}, len(groups)
+            return {name: float(total_norm(own)) for name, own in grads.items() if own}, set(groups)
         keys = self._keys(module, of)
-        return {name: norms[key] for name, key in keys.items() if key in norms}, len(keys)
+        return {name: norms[key] for name, key in keys.items() if key in norms}, set(keys)
+
+    def _idle(self, module: L.LightningModule) -> set[str]:
+        """Heads whose reward does not differ in any group of this batch."""
+        if self._kind(module) != "heads":
+            return set()
+        assert isinstance(module, HasHeads)
+        return {name for name, share in module.flat.items() if share == 1.0}
 
     # ------------------------------------------------------------------ at each update
 
@@ -121,10 +131,12 @@ class GradientNormRatio(Callback):
             self._steer(pl_module)
 
     def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None:
-        measured, count = self._measured(module, norms)
+        measured, names = self._measured(module, norms)
+        idle = self._idle(module)
         for name, norm in measured.items():
-            self.averages[name] = averaged(self.averages.get(name), norm, self.ema)
-        if not measured or len(self.averages) < count:
+            if name not in idle:
+                self.averages[name] = averaged(self.averages.get(name), norm, self.ema)
+        if not measured or names - self.averages.keys() - idle:
             return
         prefix = HEAD if self._kind(module) == "heads" else ""
         lengths, shares = self._state()
@@ -133,9 +145,9 @@ class GradientNormRatio(Callback):
         module.note_values({f"grad/dev/{prefix}{name}": value for name, value in found.items()})
         self._alarm(trainer, {prefix + name: value for name, value in found.items()})
         if self.control:
-            chosen = self._steer(module)
+            chosen = self._steer(module, idle & names)
             module.note_values({f"grad/factor/{prefix}{name}": value for name, value in chosen.items()})
-            self._tell(trainer, prefix, chosen)
+            self._tell(trainer, prefix, {name: value for name, value in chosen.items() if name not in idle})
 
     def _state(self) -> tuple[Tensor, Tensor]:
         """(moving averages, shares), in the order of the averages."""
@@ -159,8 +171,9 @@ class GradientNormRatio(Callback):
                 record_event(trainer, "gradient_control", text)
                 self.told[name] = factor
 
-    def _steer(self, module: L.LightningModule) -> dict[str, float]:
+    def _steer(self, module: L.LightningModule, idle: Set[str] = frozenset()) -> dict[str, float]:
         chosen = dict(zip(self.averages, factors(*self._state()).tolist(), strict=True))
+        chosen |= dict.fromkeys(sorted(idle), 1.0)
         if self._kind(module) == "rewards":
             assert isinstance(module, HasRewardGradients)
             module.gradient_factors.update(chosen)

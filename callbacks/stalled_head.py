@@ -1,4 +1,4 @@
-"""Notices a head whose gradient has gone, says why, and raises its learning rate."""
+"""Notices a head that learns nothing, says why, and raises its learning rate where that may help."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class StalledHead(Callback):
     """A head's gradient below a threshold for some steps of the heads in a row: its learning rate is multiplied, up to
     a cap in total, and the log says what the likely cause is.
 
+    A constant reward is another matter: one that has not differed in any group for so many steps is told, once until it
+    differs again, and the rate stays. No rate helps there, and the gradient need not be small, since a KL of the head's
+    own remains (`heads.kl`). Such steps count for nothing else.
+
     The cause is what helps: no rate moves a head whose gradient is 0. Event `stalled_head`. It needs a policy with
     heads (modules.DecoupledPO).
 
@@ -41,7 +45,9 @@ class StalledHead(Callback):
         self.steps, self.threshold, self.factor, self.cap = steps, threshold, factor, cap
         self.waited: dict[str, int] = {}
         self.factors: dict[str, float] = {}
+        self.constant: dict[str, int] = {}  # steps in a row without a difference
         self._largest: dict[str, float] = {}
+        self._differed: set[str] = set()  # rewards of which that is so since their head's last step
         self._told: set[str] = set()  # that their rate is at the cap
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -65,12 +71,27 @@ class StalledHead(Callback):
             if norm is None or name in module.frozen:
                 continue
             self._largest[name] = max(norm, self._largest.get(name, 0.0))
+            if module.flat.get(name) != 1.0:
+                self._differed.add(name)
             if alone or module.head_steps.due:
-                still = self._largest.pop(name) < self.threshold
-                self.waited[name] = self.waited.get(name, 0) + 1 if still else 0
-                if self.waited[name] >= self.steps:
-                    self.waited[name] = 0
-                    self._raise(trainer, module, name)
+                self._step(trainer, module, name)
+
+    def _step(self, trainer: L.Trainer, module: HasHeads, name: str) -> None:
+        """A head has stepped, on what it had since its last step."""
+        still = self._largest.pop(name) < self.threshold
+        if name not in self._differed:
+            self.constant[name] = self.constant.get(name, 0) + 1
+            if self.constant[name] == self.steps:
+                text = f"constant reward: {name} has not differed in any group for {_steps(self.steps)}"
+                advice = f"its head learns nothing of it (adv/zero_std/{name} is 1), its rate stays: mend the reward"
+                record_event(trainer, "stalled_head", f"{text}; {advice}")
+            return
+        self._differed.remove(name)
+        self.constant[name] = 0
+        self.waited[name] = self.waited.get(name, 0) + 1 if still else 0
+        if self.waited[name] >= self.steps:
+            self.waited[name] = 0
+            self._raise(trainer, module, name)
 
     def _raise(self, trainer: L.Trainer, module: HasHeads, name: str) -> None:
         if name in self._told:
@@ -82,11 +103,10 @@ class StalledHead(Callback):
         if now == before:
             self._told.add(name)
         rate = f"its rate x {now:.3g}" if now > before else f"its rate stays at x {now:.3g}, the cap"
-        steps = f"{self.steps} steps" if self.steps > 1 else "a step"
         record_event(
             trainer,
             "stalled_head",
-            f"the head of {name} has had no gradient for {steps}: {rate}; {_cause(module, name)}",
+            f"the head of {name} has had no gradient for {_steps(self.steps)}: {rate}; {_cause(module, name)}",
         )
 
     # ------------------------------------------------------------------ state
@@ -95,19 +115,24 @@ class StalledHead(Callback):
         return {
             "waited": dict(self.waited),
             "factors": dict(self.factors),
+            "constant": dict(self.constant),
+            "differed": sorted(self._differed),
             "largest": dict(self._largest),
             "told": sorted(self._told),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.waited, self.factors = dict(state_dict["waited"]), dict(state_dict["factors"])
+        self.constant, self._differed = dict(state_dict["constant"]), set(state_dict["differed"])
         self._largest, self._told = dict(state_dict["largest"]), set(state_dict["told"])
+
+
+def _steps(count: int) -> str:
+    return f"{count} steps" if count > 1 else "a step"
 
 
 def _cause(module: HasHeads, name: str) -> str:
     """What most likely takes a head's gradient, and what to do."""
-    if module.flat.get(name) == 1.0:
-        return f"likely because the reward is the same in every group (adv/zero_std/{name} is 1): mend the reward"
     if module.alpha[name] < SMALL_WEIGHT:
         weight = f"its fusion weight is {module.alpha[name]:.2g} (the reward's weight is {module.weights[name]:g})"
         return f"likely because {weight}: raise the weight or fusion.temperature"

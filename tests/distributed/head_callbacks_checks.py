@@ -49,7 +49,7 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     rates = {group["name"]: group["lr"] for group in run.optimizers[0].param_groups}
     return {
         "averages": ratio.averages,
-        "stalled": stalled.factors,
+        "stalled": stalled.constant,
         "entropy": module.fusion_entropy,
         "frozen": sorted(module.frozen),
         "bonus": module.entropy.coefficient,

@@ -104,6 +104,32 @@ def test_what_control_does_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "the learning rate of head/b is multiplied by 2 from now on, before by 0.955" in caplog.text
 
 
+def test_a_head_whose_reward_is_flat_is_left_alone() -> None:
+    """It has never had a signal: the others do not wait for it. Lengths 1 and 3: factors 2 and 2/3, as without it."""
+    module, run, callback = Headed("a", "b", "c"), Trained(), GradientNormRatio(control=True)
+    module.flat["c"] = 1.0
+    found = feed(callback, module, run, 1.0, 3.0, 1e-5)
+    assert module.scaled == [("a", pytest.approx(2.0)), ("b", pytest.approx(2 / 3)), ("c", 1.0)]
+    assert "grad/dev/head/c" not in found
+    assert found["grad/dev/head/a"] == pytest.approx(0.5)
+
+
+def test_a_flat_batch_is_no_measurement() -> None:
+    """Lengths 1, 1 and 4, mean 2: factors 2, 2, 1/2. A batch in which c is flat, and then again: 1 for c meanwhile, and
+    nothing to tell, for its average waits and so do the others' factors."""
+    module, run, callback = Headed("a", "b", "c"), Trained(), GradientNormRatio(control=True)
+    for flat, norm, factor in ((0.0, 4.0, 0.5), (1.0, 1e-5, 1.0), (0.5, 4.0, 0.5)):
+        module.flat["c"] = flat
+        feed(callback, module, run, 1.0, 1.0, norm)
+        expected = {"a": pytest.approx(2.0), "b": pytest.approx(2.0), "c": pytest.approx(factor)}
+        assert module.scaled[-3:] == list(expected.items())
+        assert run.events == ["gradient_ratio"] * 3 + ["gradient_control"] * 3
+        assert callback.averages["c"] == pytest.approx(4.0)
+    module.flat = dict.fromkeys("abc", 1.0)
+    feed(callback, module, run, 1.0, 1.0, 4.0)
+    assert module.scaled[-3:] == [("a", 1.0), ("b", 1.0), ("c", 1.0)]
+
+
 # ---------------------------------------------------------------------- runs
 
 

@@ -81,10 +81,41 @@ def test_a_frozen_head_and_one_without_a_gradient_do_not_count() -> None:
     assert module.scaled == []
 
 
+def test_a_constant_reward_is_told_and_no_rate_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its gradient: a KL of its own keeps it above the threshold. Once until the reward differs again; steps
+    in which it did not differ count for no raise."""
+    module, run, callback = Headed("a", "b"), Trained(), StalledHead(steps=2)
+    told = []
+    for flat, norm in [(1, 1e-4), (1, 1e-4), (1, 0), (0.9, 0), (1, 0), (1, 0), (0.9, 0), (1, 1e-4)]:
+        module.flat["a"] = flat
+        stall(callback, module, run, norm)
+        told.append((len(run.events), len(module.scaled)))
+        again = StalledHead(steps=2)  # as a resume would
+        again.load_state_dict(callback.state_dict())
+        callback = again
+    assert told == [(0, 0), (1, 0), (1, 0), (1, 0), (1, 0), (2, 0), (3, 1), (3, 1)]
+    assert "constant reward: a has not differed in any group for 2 steps; its head learns nothing of it" in caplog.text
+    assert "(adv/zero_std/a is 1)" in caplog.text
+
+
+def test_a_reward_that_differs_in_one_of_the_updates_of_a_step() -> None:
+    module, run, callback = Headed("a", "b", every=3), Trained(), StalledHead(steps=1)
+    for flat in (1.0, 0.5, 1.0):
+        module.flat["a"] = flat
+        stall(callback, module, run, 1e-4)
+        again = StalledHead(steps=1)
+        again.load_state_dict(callback.state_dict())
+        callback = again
+    assert run.events == []
+    for _ in range(3):
+        module.flat["a"] = 1.0
+        stall(callback, module, run, 1e-4)
+    assert (run.events, module.scaled) == (["stalled_head"], [])
+
+
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"flat": {"a": 1.0}}, "the reward is the same in every group"),
         ({"alpha": {"a": 1e-5, "b": 1.0}}, "its fusion weight is 1e-05"),
         ({"clipped": {"a": 0.75}}, "its tokens are clipped (75% of all)"),
         ({}, "the reward differs within groups, the fusion weight is not small and no token is clipped"),
@@ -100,16 +131,29 @@ def test_the_cause(facts: dict[str, Any], said: str, caplog: pytest.LogCaptureFi
 
 
 def test_a_constant_reward_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Six batches, heads step at every third: two steps without a gradient, so one raise."""
+    """Six batches, heads step at every third: two steps without a difference. With a KL of the heads' own there is a
+    gradient all the same, far above the threshold. `GradientNormRatio` leaves that head alone, too."""
     callback = StalledHead(steps=2)
-    watch, run = fit(dead(), tmp_path, callbacks=[callback], max_epochs=3)
-    assert watch.logged[-1]["grad_norm/head/low"] == 0.0
-    assert callback.factors == {"low": pytest.approx(1.1)}
-    assert "the head of low has had no gradient for 2 steps: its rate x 1.1; likely because the reward is the same" in (
-        caplog.text
-    )
+    module = decoupled(rewards=REWARDS | {"low": here(same)})
+    watch, run = fit(module, tmp_path, callbacks=[callback, GradientNormRatio(control=True)], max_epochs=3)
+    assert watch.logged[-1]["grad_norm/head/low"] > 1e-7
+    assert callback.factors == {}
+    assert caplog.text.count("constant reward: low has not differed in any group for 2 steps") == 1
     rates = {group["part"]: group["lr"] / OPTIM.lr for group in run.optimizers[0].param_groups}
-    assert rates == pytest.approx({"": 1.0, "heads.subs.0.": 1.0, "heads.subs.1.": 1.1, "heads.subs.2.": 1.0})
+    assert rates["heads.subs.1."] == pytest.approx(1.0)
+    assert rates["heads.subs.0."] != pytest.approx(1.0)
+    assert watch.logged[-1]["grad/factor/head/low"] == 1.0
+    assert "grad/dev/head/low" not in watch.logged[-1]
+
+
+def test_a_gradient_that_is_gone_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Under a threshold that every gradient is below: after two steps of the heads each has a higher rate."""
+    callback = StalledHead(steps=2, threshold=1e6)
+    _, run = fit(decoupled(**FREE), tmp_path, callbacks=[callback], max_epochs=3)
+    assert callback.factors == pytest.approx(dict.fromkeys(NAMES, 1.1))
+    assert "the head of low has had no gradient for 2 steps: its rate x 1.1; the reward differs within" in caplog.text
+    rates = {group["part"]: group["lr"] / OPTIM.lr for group in run.optimizers[0].param_groups}
+    assert rates == pytest.approx({"": 1.0, **{f"heads.subs.{k}.": 1.1 for k in range(3)}})
 
 
 def test_clipped_tokens_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,7 +314,7 @@ def test_focus_in_a_run(tmp_path: Path) -> None:
 
 
 ACTING: dict[str, Any] = {
-    "stalled": (dead, lambda: [StalledHead(steps=1)]),
+    "stalled": (decoupled, lambda: [StalledHead(steps=1, threshold=1e6)]),
     "fusion": (lambda: decoupled(heads={"every": 1}), lambda: [FusionStability(limit=1e-6, cooldown=1)]),
     "focus": (lambda: dead(heads={"every": 1, "kl": 0.0}), lambda: [FocusReward(evaluations=1, steps=2, share=1.0)]),
     "all": (
