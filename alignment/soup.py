@@ -24,6 +24,7 @@ from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.export import appearing, check_target, export
+from alignment.heads_file import FOLDER
 from alignment.policy import PolicyConfig, load_tokenizer
 from alignment.sources import PICKLES, check_folder
 from alignment.tensor_file import write_tensors
@@ -52,6 +53,11 @@ class _Model:
 
     @classmethod
     def of(cls, name: str, folder: Path) -> _Model:
+        if (folder / FOLDER).is_dir():
+            raise UserError(
+                f"'{name}' is a policy with heads, which a soup would leave out: it mixes plain models; the heads of "
+                "one such policy are mixed at decoding instead, by its dial"
+            )
         check_folder(folder)
         files: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -86,8 +92,8 @@ def soup(
     Returns the weights. Tensors are mixed in fp32 and written in the dtype of the first model.
 
     Raises:
-        UserError: fewer than two sources, weights that are no mixture, models that do not fit together, or `out` is
-            taken.
+        UserError: fewer than two sources, weights that are no mixture, models that do not fit together or that have
+            heads, or `out` is taken.
     """
     shares = _checked(weights, len(sources))
     out = Path(out)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from alignment.checkpoint import SafeCheckpointIO
 from alignment.checkpoint_folder import write_checkpoint
 from alignment.cli import main
 from alignment.errors import UserError
@@ -20,7 +21,8 @@ from alignment.export import export
 from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.soup import soup
 from alignment.tiny import save_tiny
-from modules import SFT
+from modules import SFT, DecoupledPO
+from tests.rl_toys import fit, here, online
 
 NORM = "model.norm.weight"
 
@@ -64,6 +66,19 @@ def test_the_golden_mixture(pair: tuple[Path, Path], start: Path, tmp_path: Path
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == AutoTokenizer.from_pretrained(
         start
     ).chat_template
+
+
+def test_heads_of_a_run_are_not_dropped_in_silence(tmp_path: Path, start: Path) -> None:
+    """Neither of an export nor of a checkpoint of DecoupledPO."""
+    module = online(DecoupledPO, policy=PolicyConfig(name=str(start)), rewards={"odd": here(), "even": here()})
+    _, run = fit(module, tmp_path, max_steps=1, plugins=[SafeCheckpointIO()])
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    export(tmp_path / "one.ckpt", tmp_path / "exported")
+    for source in ("one.ckpt", "exported"):
+        with pytest.raises(UserError, match=f"{source}' is a policy with heads") as caught:
+            soup([start, tmp_path / source], tmp_path / "out")
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("k", [0, 1])
@@ -213,6 +228,9 @@ def test_models_that_do_not_fit(pair: tuple[Path, Path], start: Path, tmp_path: 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     refused(tmp_path / "adapter", "holds an adapter, .* export it merged")
+    headed = shutil.copytree(start, tmp_path / "headed")
+    (headed / "heads").mkdir()
+    refused(headed, "'.*headed' is a policy with heads, which a soup would leave out")
     refused(tmp_path / "nothing", "is neither an exported model, nor a checkpoint, nor a run's folder")
 
 
