@@ -11,7 +11,8 @@ REWARDS := $(VENV)/.installed-rewards
 
 .PHONY: install quickstart quickstart-grpo test lint bench bench-gpu reliability clean
 
-# Two cores are the reference machine: one thread per process keeps results the same from run to run.
+# Two cores are the reference machine. A fixed number of threads, here as many, keeps results the same from run to run;
+# tests and the reliability benchmark start several processes, and take one thread each.
 export OMP_NUM_THREADS ?= 2
 
 install: $(STAMP)

@@ -281,7 +281,7 @@ def main(argv: list[str]) -> int:
     if os.getcwd() not in sys.path:
         # At the end: a user's file must not stand in for a package of the same name.
         sys.path.append(os.getcwd())
-    _quiet()
+    _quiet(argv)
     _import_classes()
     try:
         AlignmentCLI(argv)
@@ -294,11 +294,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _quiet() -> None:
+def _quiet(argv: list[str]) -> None:
     """Drop what libraries print on every run and nobody can act on."""
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing. is deprecated")  # peft asks transformers
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")  # no validation: as asked
+    if "fit" not in argv:  # nothing but training goes on from what callbacks were
+        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
     notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if _no_advertisement not in notes.filters:
         notes.addFilter(_no_advertisement)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,18 @@ def test_no_best_checkpoint_says_why(workdir: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.splitlines()[-1].endswith("val/reward was never logged; use last")
 
 
+def test_an_evaluation_without_the_callbacks_of_training(workdir: Path) -> None:
+    """Has no use for their state, so not a word of it; a run that goes on without them does."""
+    assert main(RUN) == 0
+    without = [*TOYS, "--trainer.max_steps", "5", "--trainer.log_every_n_steps", "1", "--ckpt_path", "last"]
+    said = "callbacks used to create the checkpoint need to be provided"
+    for words, expected in ((["validate", *TOYS, "--ckpt_path", "last"], False), (["fit", *without], True)):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert main(words) == 0
+        assert any(said in str(warning.message) for warning in seen) is expected
+
+
 # ---------------------------------------------------------------------- two processes
 
 
@@ -293,9 +306,16 @@ def test_every_complete_config_runs(workdir: Path, config: str) -> None:
     if config == "modpo.yaml":  # the built-in pairs have no column for it
         pair = {"chosen": "Three years.", "rejected": "That is a question that quite a lot of people ask."}
         rows = [{"prompt": f"Question {i}?", **pair, "brevity": 0.7} for i in range(40)]
-        Path("my_pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Path("my_pairs_with_margin.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["-c", str(CONFIGS / config), "-c", str(CONFIGS / "debug" / "fast.yaml")]
     assert main(["fit", *files, "--trainer", str(CONFIGS / "trainer" / "cpu.yaml"), *QUIET]) == 0
+
+
+@pytest.mark.parametrize("config", sorted(p.name for p in CONFIGS.glob("*.yaml")))
+def test_predictions_of_every_complete_config_are_written(config: str) -> None:
+    named = yaml.safe_load((CONFIGS / config).read_text())["trainer"]["callbacks"]
+    assert "callbacks.Predictions" in [callback["class_path"] for callback in named]
+    assert len((CONFIGS / config).read_text().splitlines()) <= 40
 
 
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (CONFIGS / "debug").glob("*.yaml")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 import callbacks
 from alignment.cli import main
+from alignment.tiny import save_tiny
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "multi_reward.md").read_text(encoding="utf-8")
@@ -19,12 +21,22 @@ SECTION = PAGE.split("## Callbacks that watch several rewards")[1]
 SHORT = ["--data.max_rows=8", "--data.max_eval_rows=2", "--data.batch_size=4", "--trainer.num_sanity_val_steps=0"]
 SHORT += ["--model.completions=2", "--model.sampling.max_tokens=4", "--trainer.log_every_n_steps=1"]
 
+NAMES = ("right", "warm", "short")
+VARIED = f"--model.rewards={{{', '.join(f'{name}: varied.{name}' for name in NAMES)}}}"
+"""Rewards that tell any two texts apart, as those of the built-in questions do not on four tokens."""
+
 
 @pytest.fixture
 def folder(workdir: Path) -> Path:
     shutil.copytree(REPOSITORY / "configs", workdir / "configs")
-    for name, text in zip(("watch", "feedback"), re.findall(r"```yaml\n(.*?)```", SECTION, re.DOTALL), strict=True):
+    texts = re.findall(r"```yaml\n(.*?)```", SECTION, re.DOTALL)
+    for name, text in zip(("watch", "watch_plain", "feedback"), texts, strict=True):
         (workdir / f"{name}.yaml").write_text(text)
+    (dial,) = re.findall(r"```yaml\n(# dial\.yaml\n.*?)```", PAGE, re.DOTALL)
+    (workdir / "dial.yaml").write_text(dial)
+    save_tiny(workdir / "models" / "mine")
+    form = "def {}(completion):\n    return sum(map(ord, completion)) % {} / 9\n"
+    (workdir / "varied.py").write_text("".join(form.format(*part) for part in zip(NAMES, (5, 7, 9), strict=True)))
     return workdir
 
 
@@ -34,10 +46,35 @@ def logged(folder: Path) -> set[str]:
 
 
 def test_all_of_them_in_one_run(folder: Path) -> None:
-    words = ["fit", "-c", "configs/decoupled_po.yaml", "-c", "watch.yaml", *SHORT, "--trainer.max_steps=2"]
+    words = ["fit", "-c", "configs/decoupled_po.yaml", "-c", "watch.yaml", *SHORT, VARIED, "--trainer.max_steps=2"]
     assert main(words) == 0
     names = {"grad/dev/head/warm", "grad/factor/head/warm", "fusion/jitter", "fusion/entropy_coefficient", "val/reward"}
     assert names <= logged(folder)
+
+
+@pytest.mark.slow
+def test_commands(folder: Path) -> None:
+    """Those of the page, made short."""
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        words = shlex.split(line.split("  #")[0])[1:]
+        assert main([*words, *SHORT, "--trainer.max_steps=2"]) == 0, line
+    assert list(folder.rglob("dial.png"))
+
+
+@pytest.mark.parametrize(("config", "logged_too"), [("morl", "grad/dev/warm"), ("gdpo", "grad/dev/matrices")])
+def test_what_serves_modules_without_heads(config: str, logged_too: str, folder: Path) -> None:
+    words = ["fit", "-c", f"configs/{config}.yaml", "-c", "watch_plain.yaml", *SHORT, VARIED, "--trainer.max_steps=2"]
+    assert main([*words, "--trainer.val_check_interval=1"]) == 0
+    assert {logged_too, "val/reward"} <= logged(folder)
+
+
+@pytest.mark.parametrize("config", ["morl", "gdpo"])
+def test_the_list_for_heads_is_refused_elsewhere(config: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-c", f"configs/{config}.yaml", "-c", "configs/callbacks/several_rewards.yaml"]
+    assert main(["fit", *words, *SHORT, "--trainer.max_steps=1"]) == 2
+    assert "isolation" in capsys.readouterr().err
 
 
 def test_the_job_goes_on_from_a_trained_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ from alignment import quickstart_grpo
 from alignment.cli import main
 from alignment.policy import PolicyConfig, load_policy, load_tokenizer
 from alignment.quickstart_report import Report, markdown
+from alignment.tiny import save_tiny
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -91,12 +92,14 @@ def test_your_own_prompts_and_reward(folder: Path, monkeypatch: pytest.MonkeyPat
     """A completion of "say 5" that holds its answer counts 1; the file's own rewards are gone."""
     code = next(block for kind, block in BLOCKS if kind == "python" and block.startswith("# my_rewards.py"))
     (folder / "my_rewards.py").write_text(code)
+    save_tiny(folder / "models" / "mine")
     asked = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(24)]
     (folder / "my_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     lines = [line for line in EVERYDAY if "my_prompts.jsonl" in line]
     assert ["configs/grpo.yaml" in lines[0], "configs/ppo.yaml" in lines[1]] == [True, True]
     for line in lines:
         words = shlex.split(line)[1:]
+        assert words[words.index("--model.policy.name") + 1] == "models/mine"  # what the commands before have made
         assert main([*words, *SMALL, "--model.sampling.max_tokens=4", "--trainer.log_every_n_steps=1"]) == 0, line
     for file in folder.rglob("metrics.jsonl"):
         logged = json.loads(file.read_text().splitlines()[0])
