@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Protocol, runtime_checkable
 
 from alignment.batches import GroupBatch
-from alignment.panels import diverging, panels, plain_axes
+from alignment.panels import colour_bar, diverging, panels, plain_axes
 from alignment.pareto import on_front
 
 
@@ -109,19 +110,21 @@ def draw(points: Sequence[Point], path: Path) -> None:
         values = [(group[0].rewards[a], group[0].rewards[b]) for group in found.values()]
         colours = [sum(_share(point, a, b) for point in group) / len(group) for group in found.values()]
         best = sorted(value for value, front in zip(values, on_front(values), strict=True) if front)
-        axes.plot([x for x, _ in best], [y for _, y in best], color="0.7", zorder=0)
+        axes.plot([p[0] for p in best], [p[1] for p in best], color="0.7", zorder=0)
         # The first is the largest and all let through what is below: points close together stay visible.
         sizes = [70 - 45 * k / len(values) for k in range(len(values))]
         look: dict[str, Any] = {"cmap": diverging(), "vmin": 0, "vmax": 1, "alpha": 0.8, "edgecolors": "0.3"}
-        dots = axes.scatter(*zip(*values, strict=True), c=colours, s=sizes, linewidths=0.6, **look)
-        for (x, y), group in zip(values, found.values(), strict=True):
+        x, y = zip(*values, strict=True)
+        dots = axes.scatter(x, y, c=colours, s=sizes, linewidths=0.6, **look)
+        for value, group in zip(values, found.values(), strict=True):
             if len(group) > 1:
-                axes.annotate(f"{len(group)}x", (x, y), xytext=(6, 4), textcoords="offset points", fontsize=7)
+                axes.annotate(f"{len(group)}x", value, xytext=(6, 4), textcoords="offset points", fontsize=7)
         axes.set_xlabel(a, fontsize=9)
         axes.set_ylabel(b, fontsize=9)
-        plain_axes(axes, *zip(*values, strict=True))
-    figure.colorbar(dots, ax=panel, shrink=0.8, label="share of the reward on the x axis, of the two")
-    figure.suptitle("one policy, its dial turned: " + summary(points), fontsize=10)
+        plain_axes(axes, x, y)
+    colour_bar(figure, dots, panel, "share of the x axis's reward of the two")
+    title = wrap("one policy, its dial turned: " + summary(points), int(13 * figure.get_figwidth()))
+    figure.suptitle("\n".join(title), fontsize=9)
     figure.savefig(path, dpi=150)
 
 

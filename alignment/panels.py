@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
     from matplotlib.ticker import Locator
@@ -17,8 +18,7 @@ LEAST = 0.2
 
 
 def panels(count: int, width: float = 3.4, height: float = 3.1) -> tuple[Figure, list[Axes]]:
-    """(a figure, `count` panels of that size in inches, row by row): three side by side at most, four of more than six.
-    """
+    """(a figure, `count` panels of that size in inches, row by row): at most three side by side, four of over 6."""
     from matplotlib.figure import Figure  # imported where it is used: it takes a second
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -54,6 +54,15 @@ def some(labels: Sequence[Any], most: int = 8) -> dict[int, str]:
     """Position -> label of at most so many of them, evenly spread, for ticks that do not overlap."""
     stride = math.ceil(len(labels) / most) or 1
     return {i: str(labels[i]) for i in range(0, len(labels), stride)}
+
+
+def colour_bar(
+    figure: Figure, shown: ScalarMappable, axes: list[Axes], label: str, ticks: Locator | None = None
+) -> None:
+    """One for all of these panels, at their right."""
+    bar = figure.colorbar(shown, ax=axes, shrink=0.8, ticks=ticks)
+    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=8)
 
 
 def whole_ticks() -> Locator:

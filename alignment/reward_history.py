@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from alignment.panels import diverging, panels, plain_axes, some, whole_ticks
+from alignment.panels import colour_bar, diverging, panels, plain_axes, some, whole_ticks
 from alignment.pareto import hypervolume, on_front
 
 if TYPE_CHECKING:
@@ -127,19 +127,20 @@ def draw_rewards(history: History, names: Sequence[str], path: Path) -> None:
         others[0].legend(fontsize=8, framealpha=0.7)
     volumes = [e.volume for e in history.evaluations]
     growth.plot(steps, volumes, color="0.8", linewidth=1, zorder=0)
-    dots = growth.scatter(steps, volumes, c=steps, cmap="viridis", s=24)
-    plain_axes(growth, steps, volumes)
+    dots = growth.scatter(steps, volumes, c=steps, cmap="viridis", s=24, clip_on=False)
+    plain_axes(growth, steps, [0.0, *volumes])
     growth.set_ylim(bottom=0.0)
     growth.xaxis.set_major_locator(whole_ticks())
     growth.set_title("\n".join(wrap(history.growth(names), 44)), fontsize=9)
     growth.set_xlabel("step", fontsize=9)
     if len(steps) > 1:
-        figure.colorbar(dots, ax=[*others, growth], label="step", shrink=0.8, ticks=whole_ticks())
+        colour_bar(figure, dots, [*others, growth], "step", whole_ticks())
     figure.savefig(path, dpi=120)
 
 
 def _draw_correlation(axes: Axes, last: Evaluation, names: Sequence[str]) -> None:
-    axes.imshow(np.array(last.correlation, dtype=float), cmap=diverging(), vmin=-1, vmax=1)
+    # Square cells would move the panel after its labels have been given their room.
+    axes.imshow(np.array(last.correlation, dtype=float), cmap=diverging(), vmin=-1, vmax=1, aspect="auto")
     for a, row in enumerate(last.correlation):
         for b, value in enumerate(row):
             text = f"{value:.2f}" if value == value else _unknown(last, names, a, b)
@@ -185,5 +186,5 @@ def draw_fusion(history: History, names: Sequence[str], width: int, path: Path) 
         axes.set_yticks(list(places), list(places.values()), fontsize=7)
         axes.set_xlabel("step", fontsize=8)
         axes.set_ylabel("token of the completion", fontsize=8)
-    figure.colorbar(image, ax=panel, shrink=0.9, label=f"weight (even: {even:.2f})")
+    colour_bar(figure, image, panel, f"weight (even: {even:.2f})")
     figure.savefig(path, dpi=120)

@@ -37,14 +37,20 @@ def texts_of(axes: Axes) -> list[str]:
 
 
 def check_readable(figure: Figure) -> None:
-    """No panel with its labels reaches into another, no tick label into the next one, no picture is a long strip."""
-    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    """No panel with its labels reaches into another or into the title, no tick label into the next one; nothing is cut
+    off at the edge, and no picture is a long strip."""
+    boxes = [axes.get_tightbbox() for axes in figure.axes] + [text.get_window_extent() for text in figure.texts]
     for (i, a), (j, b) in combinations(enumerate(boxes), 2):
         assert not a.overlaps(b), (i, j)
     width, height = figure.get_size_inches()
+    inside = figure.get_tightbbox()
+    assert min(inside.x0, inside.y0) >= 0
+    assert inside.x1 <= width
+    assert inside.y1 <= height
     assert width / height < 4
     for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
         low, high = sorted(axis.get_view_interval())
         shown = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-        upright = [tick.label1.get_window_extent() for tick in shown if not tick.label1.get_rotation()]
-        assert not any(a.overlaps(b) for a, b in combinations(upright, 2)), axis.axes.get_title()
+        labels = [label for tick in shown for label in (tick.label1, tick.label2) if label.get_visible()]
+        upright = [label.get_window_extent() for label in labels if not label.get_rotation()]
+        assert not any(a.overlaps(b) for a, b in combinations(upright, 2)), [label.get_text() for label in labels]

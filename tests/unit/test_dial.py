@@ -113,7 +113,7 @@ def test_equal_points_are_drawn_once() -> None:
     assert dots.get_offsets().tolist() == [[1, 0], [0.5, 0.5], [0, 1]]
     assert dots.get_array().tolist() == pytest.approx([5 / 6, 1 / 3, 0])
     assert texts_of(axes) == ["2x"]
-    assert "4 preferences gave 3 different points, 3 of them on the front" in figure.get_suptitle()
+    assert "4 preferences gave 3 different points, 3 of them on the front" in figure.get_suptitle().replace("\n", " ")
     sizes = dots.get_sizes().tolist()
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1]

@@ -12,6 +12,7 @@ from alignment.rewards.specs import needed
 from alignment.rewards.support import right, warmth
 from benchmarks.multi_reward.support import professionalism
 
+
 @pytest.mark.parametrize(
     ("reply", "value"),
     [
