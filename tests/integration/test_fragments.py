@@ -94,7 +94,7 @@ def test_the_callbacks_of_several_rewards_run(workdir: Path, capsys: pytest.Capt
     ]
     added = [callback["class_path"] for callback in yaml.safe_load(path.read_text())["trainer"]["callbacks+"]]
     assert named[1] == named[0] + added
-    assert "measure_every: 50" in path.read_text()
+    assert "measure_every: 10" in path.read_text()
     assert main(["fit", *words, "--model.preset=amended", "--model.isolation.measure_every=1", *QUIET]) == 0
     logged = "".join(file.read_text() for file in workdir.rglob("metrics.jsonl"))
     for name in ("grad/dev/", "grad_norm/warm", "fusion/jitter", "fusion/entropy_coefficient", "val/reward"):
