@@ -164,7 +164,7 @@ def _evaluate(config: str, model: str, root: Path, data: list[str], name: str, c
     folder = _stage("validate", config, model, root, data, console, name)
     last = _lines(folder / "metrics.jsonl")[-1]
     metrics = {name.removeprefix("val/"): value for name, value in last.items() if name.startswith("val/")}
-    return Evaluation(metrics=metrics, samples=_lines(folder / "samples.jsonl"))
+    return Evaluation(metrics=metrics, samples=_lines(folder / "validate_samples.jsonl"))
 
 
 def _stage(
