@@ -17,25 +17,14 @@ To add one, write `fn(d, ratio) -> [C]` and name it by its import path, or regis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from alignment.bounded import bounded_exp
 from alignment.losses import weighted
 from alignment.named import Registry
-
-EXP_BOUND = 20.0
-
-
-def bounded_exp(x: Tensor) -> Tensor:
-    """exp(x) up to x = 20, from there on its tangent e^20 (x - 19): finite, and still with a slope.
-
-    A clamp has no gradient beyond its bound, so a loss could never bring back a token that went that far.
-    """
-    return torch.where(x > EXP_BOUND, math.exp(EXP_BOUND) * (x - (EXP_BOUND - 1)), x.clamp(max=EXP_BOUND).exp())
-
 
 Estimator = Callable[..., Tensor]
 """fn(d [C], ratio [C], *, settings) -> [C] nats. `d` carries the policy's gradient, and so does `ratio`."""

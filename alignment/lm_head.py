@@ -186,6 +186,41 @@ def forward_stats(
     return picked - norm, norm, ent
 
 
+@torch.no_grad()
+def log_collision(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    form: LogitForm | None = None,
+    temperature: float = 1.0,
+    tile_bytes: int = 8 << 20,
+) -> Tensor:
+    """[n, H] states -> [n] log sum_v p_v^2, without gradient: the log-probability that two tokens drawn are the same.
+
+    The arguments are those of `score_tokens`; a walk of its own through the head.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    spec = HeadSpec(form=form or LogitForm(), temperature=temperature, tile_bytes=tile_bytes, dtype=dtype)
+    n, stats = len(hidden), stats_dtype(hidden)
+    top = torch.full((n,), -torch.inf, dtype=stats, device=hidden.device)
+    total, squares = torch.zeros_like(top), torch.zeros_like(top)
+    with torch.autocast(kind, enabled=False):
+        states = hidden.to(dtype)
+        for columns, row_blocks in tiles(n, weight.shape[0], tile_bytes):
+            w, b = cut_columns(weight, bias, columns, dtype)
+            for rows in row_blocks:
+                z, _ = tile_logits(states[rows], w, b, spec, stats)
+                new_top = torch.maximum(top[rows], z.amax(-1))
+                shrink = (top[rows] - new_top).exp()
+                e = z.sub_(new_top[:, None]).exp_()
+                total[rows] = shrink * total[rows] + e.sum(-1)
+                squares[rows] = shrink * shrink * squares[rows] + e.square().sum(-1)
+                top[rows] = new_top
+    return squares.log() - 2 * total.log()
+
+
 def stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 

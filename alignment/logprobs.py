@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from alignment.batches import GroupBatch
 from alignment.grouped_attention import configs_of
 from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
-from alignment.lm_head import LogitForm, score_tokens
+from alignment.lm_head import LogitForm, log_collision, score_tokens
 from alignment.prefix_attention import prefix_attention
 from alignment.probe import Probe, check_causal, difference, obstacle
 from alignment.tied_rows import TiedRows
@@ -46,6 +46,8 @@ BF16_BOUND = 0.03
 Path = Literal["auto", "shared", "plain"]
 Hidden = Literal["before", "at"] | None
 
+_Found = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStats:
@@ -55,11 +57,14 @@ class TokenStats:
         logps: [C] fp32, log-prob of each token given everything before it; exactly 0 where a token is not scored.
         entropy: [C] fp32 nats, of the distribution each token was drawn from; exactly 0 where it is not scored.
         hidden: [C, H] in the model's dtype, final hidden state of every token, scored or not.
+        collision: [C] fp32 log sum_v p_v^2 of the distribution each token was drawn from, without gradient; exactly 0
+            where it is not scored.
     """
 
     logps: Tensor | None
     entropy: Tensor | None
     hidden: Tensor | None
+    collision: Tensor | None = None
 
 
 class LogProbEngine:
@@ -107,6 +112,7 @@ class LogProbEngine:
         entropy: bool = False,
         hidden: Hidden = None,
         temperature: float = 1.0,
+        collision: bool = False,
     ) -> TokenStats:
         """Run the model once over the batch.
 
@@ -114,6 +120,7 @@ class LogProbEngine:
             logps, entropy: whether to return them; both need the LM head.
             hidden: "before" returns the state that predicts each token (values in PPO), "at" the one after reading it.
             temperature: logits are divided by it; sampled tokens are scored at the temperature they were drawn with.
+            collision: whether to return it, with the log-probs that must be asked for too.
 
         The model runs in whatever mode it is in (train or eval, adapters on or off, autocast). Without anything to
         compute (no completion token, or none scored and no states asked) the model does not run and the values are
@@ -125,32 +132,46 @@ class LogProbEngine:
             raise ValueError(f"{type(self._inner).__name__} has no LM head; ask for hidden states only")
         if not self._verified:
             self.verify()
-        return self._run(self.path, batch, logps, entropy, hidden, temperature)
+        return self._run(self.path, batch, logps, entropy, hidden, temperature, collision)
 
     def _run(
-        self, path: str, batch: GroupBatch, logps: bool, entropy: bool, hidden: Hidden, temperature: float
+        self,
+        path: str,
+        batch: GroupBatch,
+        logps: bool,
+        entropy: bool,
+        hidden: Hidden,
+        temperature: float,
+        collision: bool = False,
     ) -> TokenStats:
         scored = batch.scored.nonzero()[:, 0]
         head = (logps or entropy) and scored.numel() > 0
         if len(batch.completion_ids) == 0 or not (head or hidden):
             size = (len(batch.completion_ids), self._config.hidden_size)
             states = torch.zeros(size, dtype=self._inner.dtype, device=batch.device) if hidden else None
-            lp, ent = None, None
+            lp, ent, col = None, None, None
         else:
             run = self._shared if path == "shared" else self._plain
-            lp, ent, states = run(batch, scored if head else None, entropy, hidden, temperature)
+            lp, ent, states, col = run(batch, scored if head else None, entropy, hidden, temperature, collision)
         return TokenStats(
             logps=_spread(lp, scored, batch) if logps else None,
             entropy=_spread(ent, scored, batch) if entropy else None,
             hidden=states,
+            collision=_spread(col, scored, batch) if collision else None,
         )
 
     # ------------------------------------------------------------------ shared path
 
     def _shared(
-        self, batch: GroupBatch, scored: Tensor | None, entropy: bool, hidden: Hidden, temperature: float
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log-probs and entropies [scored] (None without `scored`) and states [C, H] (None unless asked)."""
+        self,
+        batch: GroupBatch,
+        scored: Tensor | None,
+        entropy: bool,
+        hidden: Hidden,
+        temperature: float,
+        collision: bool = False,
+    ) -> _Found:
+        """Log-probs and entropies [scored] (None without `scored`), states [C, H] (None unless asked), collisions."""
         layout = pack(batch, self._pad_id)
         split = self._split(layout)
         attention = prefix_attention(self._attending, layout.sections) if split else nullcontext()
@@ -163,11 +184,12 @@ class LogProbEngine:
                 use_cache=False,
             )
         states = output[0].flatten(0, 1)
-        lp, ent = None, None
+        lp, ent, col = None, None, None
         if scored is not None:
             assert isinstance(self._head, nn.Linear)  # the shared path is only chosen for a plain linear head
+            predicting = states[layout.predictor[scored]]
             lp, ent = score_tokens(
-                states[layout.predictor[scored]],
+                predicting,
                 self._head.weight,
                 self._head.bias,
                 batch.completion_ids[scored],
@@ -176,8 +198,17 @@ class LogProbEngine:
                 entropy=entropy,
                 tile_bytes=self._tile_bytes,
             )
+            if collision:
+                col = log_collision(
+                    predicting,
+                    self._head.weight,
+                    self._head.bias,
+                    form=logit_form(self._config),
+                    temperature=temperature,
+                    tile_bytes=self._tile_bytes,
+                )
         index = {"before": layout.predictor, "at": layout.place}
-        return lp, ent, states[index[hidden]] if hidden else None
+        return lp, ent, states[index[hidden]] if hidden else None, col
 
     def _split(self, layout: Layout) -> bool:
         """Whether attention can be computed within groups: on a CPU, where no layer sees less than a whole group, and
@@ -200,13 +231,19 @@ class LogProbEngine:
     # ------------------------------------------------------------------ plain path
 
     def _plain(
-        self, batch: GroupBatch, scored: Tensor | None, entropy: bool, hidden: Hidden, temperature: float
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self,
+        batch: GroupBatch,
+        scored: Tensor | None,
+        entropy: bool,
+        hidden: Hidden,
+        temperature: float,
+        collision: bool = False,
+    ) -> _Found:
         """As `_shared`. Holds logits of [N, columns, V], where columns are the positions some row scores."""
         rows = batch.padded(self._pad_id)
         row, column = (rows.position >= 0).nonzero(as_tuple=True)  # [C], in the order of the flat tensors
         inputs = {"input_ids": rows.input_ids, "attention_mask": rows.attention_mask, "use_cache": False}
-        lp, ent = None, None
+        lp, ent, col = None, None, None
         if scored is None:
             states = self._trunk(**inputs)[0]
         else:
@@ -218,13 +255,15 @@ class LogProbEngine:
             states = captured[0]
             picked = logits[row[scored], at if self._keeps_logits else columns[at]]
             lp, ent = _log_softmax_stats(picked, temperature, batch.completion_ids[scored], entropy)
+            if collision:
+                col = (2 * (picked.detach().float() / temperature).log_softmax(-1)).logsumexp(-1)
         if states.shape[1] != rows.input_ids.shape[1]:
             raise ValueError(
                 f"{type(self._model).__name__} adds tokens to its input (prompt or prefix tuning); use LoRA instead"
             )
         if hidden is None:
-            return lp, ent, None
-        return lp, ent, states[row, column - 1 if hidden == "before" else column]
+            return lp, ent, None, col
+        return lp, ent, states[row, column - 1 if hidden == "before" else column], col
 
     # ------------------------------------------------------------------ choosing
 

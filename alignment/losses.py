@@ -5,23 +5,42 @@ A loss function returns one value per pair or row and never reduces over the bat
 divides by counts of the *whole* batch (`share`), so that micro-batches and ranks cannot change the result.
 
 To add a preference loss, write one function of a `PairLogRatios` and decorate it with `@dpo_loss("name")`, or give its
-import path as the name (`loss: my_losses.squared_hinge`).
+import path as the name (`loss: my_losses.squared_hinge`). The rest of the family is in `alignment.preference_losses`
+and `alignment.batch_losses`; importing this module registers them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from alignment import batch_losses, preference_losses  # noqa: F401 - they register theirs
 from alignment.batches import Group, GroupBatch
 from alignment.errors import UserError
-from alignment.named import imported
+from alignment.pair_losses import DPO_LOSSES, DPOLoss, PairLogRatios, dpo_loss, smoothed
+
+__all__ = [
+    "DPO_LOSSES",
+    "Aggregation",
+    "DPOLoss",
+    "PairLogRatios",
+    "aggregate",
+    "bradley_terry",
+    "centring",
+    "check_margin_columns",
+    "check_margins",
+    "dpo_loss",
+    "length_desensitised",
+    "margin_of",
+    "share",
+    "token_nll",
+    "weighted",
+]
 
 Aggregation = Literal["mean", "min", "uwo"]
 
@@ -84,85 +103,6 @@ def aggregate(scores: Tensor, how: Aggregation, uncertainty_penalty: float = 0.5
 
 
 # ---------------------------------------------------------------------- direct preference optimisation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairLogRatios:
-    """What a preference loss may look at.
-
-    Args:
-        chosen, rejected: [P] sum over scored tokens of log pi(token) - log pi_ref(token), in nats.
-        chosen_tokens, rejected_tokens: [P] scored tokens of each completion, at least 1.
-        margin: [P] sum over other objectives of weight times (reward of the chosen - reward of the rejected), for
-            losses that have any. share: the weight that they leave to what the preferences are about.
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    chosen_tokens: Tensor
-    rejected_tokens: Tensor
-    margin: Tensor | None = None
-    share: float = 1.0
-
-    @property
-    def delta(self) -> Tensor:
-        """[P] log-ratio of the chosen minus that of the rejected completion."""
-        return self.chosen - self.rejected
-
-    @property
-    def mean_delta(self) -> Tensor:
-        """[P] the same with each log-ratio divided by its completion's number of scored tokens."""
-        return self.chosen / self.chosen_tokens - self.rejected / self.rejected_tokens
-
-
-DPOLossFn = Callable[[PairLogRatios, float, float], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DPOLoss:
-    """A registered loss: `fn(pairs, beta, label_smoothing) -> [P]`, for label_smoothing in [0, max_smoothing), and
-    whether it needs `PairLogRatios.margin`."""
-
-    fn: DPOLossFn
-    max_smoothing: float
-    margins: bool = False
-
-
-DPO_LOSSES: dict[str, DPOLoss] = {}
-
-
-def dpo_loss(
-    name: str, *, max_smoothing: float = 0.0, margins: bool = False
-) -> Callable[[DPOLossFn], DPOLossFn]:
-    """Register a preference loss. `max_smoothing` 0 means that the loss has no use for label smoothing."""
-
-    def register(fn: DPOLossFn) -> DPOLossFn:
-        if name in DPO_LOSSES:
-            raise ValueError(f"a preference loss called {name!r} exists already")
-        DPO_LOSSES[name] = DPOLoss(fn=fn, max_smoothing=max_smoothing, margins=margins)
-        return fn
-
-    return register
-
-
-def check_dpo_loss(name: str, beta: float, label_smoothing: float) -> DPOLossFn:
-    """The loss function called `name`, or the one at the import path `name`, which may use label smoothing as it likes.
-    Raises UserError for an unknown name or a setting it is not defined for."""
-    if "." in name:
-        loss = DPOLoss(fn=imported("preference loss", name), max_smoothing=0.5)
-    elif name in DPO_LOSSES:
-        loss = DPO_LOSSES[name]
-    else:
-        known = ", ".join(sorted(DPO_LOSSES))
-        raise UserError(f"preference loss {name!r} is not known; available: {known}, or the import path of your own")
-    if not beta > 0:
-        raise UserError(f"beta is {beta}; it must be positive")
-    if label_smoothing and loss.max_smoothing == 0:
-        users = ", ".join(sorted(n for n, entry in DPO_LOSSES.items() if entry.max_smoothing > 0))
-        raise UserError(f"preference loss {name!r} does not use label_smoothing ({label_smoothing}); these do: {users}")
-    if label_smoothing and not 0 <= label_smoothing < loss.max_smoothing:
-        raise UserError(f"{name!r} needs 0 <= label_smoothing < {loss.max_smoothing}, got {label_smoothing}")
-    return loss.fn
 
 
 def check_margins(name: str, margins: Mapping[str, float]) -> None:
@@ -230,56 +170,51 @@ def margin_of(batch: GroupBatch, weights: Mapping[str, float]) -> Tensor:
     return total
 
 
-def _smoothed(logits: Tensor, smoothing: float) -> Tensor:
-    loss = -F.logsigmoid(logits)
-    return loss if smoothing == 0 else (1 - smoothing) * loss - smoothing * F.logsigmoid(-logits)
-
-
-@dpo_loss("sigmoid", max_smoothing=0.5)
-def _sigmoid(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("sigmoid", max_smoothing=0.5, differences=True)
+def _sigmoid(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """-log sigmoid(beta delta), Rafailov et al. 2023 (arXiv 2305.18290). With label smoothing e it is cDPO (Mitchell
     2023): -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta)."""
-    return _smoothed(beta * pairs.delta, smoothing)
+    return smoothed(beta * pairs.delta, smoothing)
 
 
-@dpo_loss("sigmoid_norm", max_smoothing=0.5)
-def _sigmoid_norm(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("sigmoid_norm", max_smoothing=0.5, differences=True)
+def _sigmoid_norm(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """-log sigmoid(beta * length-normalised delta), Tulu 3 (arXiv 2411.15124). Needs a larger beta, about 2 to 10."""
-    return _smoothed(beta * pairs.mean_delta, smoothing)
+    return smoothed(beta * pairs.mean_delta, smoothing)
 
 
-@dpo_loss("hinge")
-def _hinge(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("hinge", differences=True)
+def _hinge(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """max(0, 1 - beta delta), SLiC: Zhao et al. 2023 (arXiv 2305.10425)."""
     return torch.relu(1 - beta * pairs.delta)
 
 
-@dpo_loss("ipo")
-def _ipo(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("ipo", differences=True)
+def _ipo(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """(length-normalised delta - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036), normalised as in TRL."""
     return (pairs.mean_delta - 1 / (2 * beta)) ** 2
 
 
-@dpo_loss("ipo_sum")
-def _ipo_sum(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("ipo_sum", differences=True)
+def _ipo_sum(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """(delta - 1 / (2 beta))^2: the paper's own form, on summed log-ratios."""
     return (pairs.delta - 1 / (2 * beta)) ** 2
 
 
-@dpo_loss("robust", max_smoothing=0.5)
-def _robust(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("robust", max_smoothing=0.5, differences=True)
+def _robust(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """[-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2e), unbiased when a share e of the labels
     is flipped: Chowdhury et al. 2024 (arXiv 2403.00409)."""
     logits = beta * pairs.delta
     return (-(1 - smoothing) * F.logsigmoid(logits) + smoothing * F.logsigmoid(-logits)) / (1 - 2 * smoothing)
 
 
-@dpo_loss("modpo", max_smoothing=0.5, margins=True)
-def _modpo(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+@dpo_loss("modpo", max_smoothing=0.5, margins=True, differences=True)
+def _modpo(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
     """-log sigmoid((beta delta - margin) / share): the preferences' own objective learns what the other objectives'
     rewards, weighted, do not explain. Zhou et al. 2024 (arXiv 2310.03708)."""
     assert pairs.margin is not None, "margins are checked when the loss is chosen"
-    return _smoothed((beta * pairs.delta - pairs.margin) / pairs.share, smoothing)
+    return smoothed((beta * pairs.delta - pairs.margin) / pairs.share, smoothing)
 
 
 def length_desensitised(batch: GroupBatch, alpha: float) -> Tensor:

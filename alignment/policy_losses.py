@@ -31,7 +31,7 @@ from torch import Tensor
 
 from alignment import distributed
 from alignment.batches import GroupBatch
-from alignment.kl import bounded_exp
+from alignment.bounded import bounded_exp
 from alignment.losses import share, weighted
 from alignment.metrics import Metrics, mean_of
 from alignment.named import Registry

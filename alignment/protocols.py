@@ -52,7 +52,8 @@ class SizedBatches(Protocol):
 
 @runtime_checkable
 class HasPurpose(Protocol):
-    """A data module whose rows are for one kind of algorithm: `supervised`, `preference` or `prompts`."""
+    """A data module whose rows are for one kind of algorithm: `supervised`, `preference`, `unpaired` or
+    `prompts`."""
 
     purpose: str
 

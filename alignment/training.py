@@ -43,6 +43,7 @@ PRECISIONS = ("32-true", "bf16-mixed")
 DATA = {
     "supervised": ("rows to imitate", "SupervisedData"),
     "preference": ("preference pairs", "PreferenceData"),
+    "unpaired": ("completions labelled good or bad", "UnpairedData"),
     "prompts": ("prompts", "PromptData"),
 }
 """Purpose of data -> what its rows are, and the data module that gives them."""
@@ -69,7 +70,7 @@ class TrainingMixin(L.LightningModule):
     """Training metrics in the progress bar."""
 
     reads: ClassVar[str | None] = None
-    """What the data must be for: supervised, preference or prompts (`protocols.HasPurpose`). None: anything."""
+    """What the data must be for: one of `DATA` (`protocols.HasPurpose`). None: anything."""
 
     fixed: ClassVar[tuple[str, ...]] = ()
     """Settings of a base class that this one decides itself and does not take."""
@@ -100,7 +101,12 @@ class TrainingMixin(L.LightningModule):
 
     def train_batch(self, batch: GroupBatch) -> None:
         """One batch of training: by default one update with `loss`."""
-        self.update(batch, self.loss)
+        self.update(self.whole_batch(batch), self.loss)
+
+    def whole_batch(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with whatever `loss` must know of all of it, over all ranks, before it is cut into micro-batches.
+        Called for training and evaluation alike, by every rank; `self.training` tells which it is."""
+        return batch
 
     def evaluation_metrics(self, batch: GroupBatch) -> Metrics:
         """Metrics of one validation or test micro-batch; by default those of `loss`."""
@@ -242,7 +248,7 @@ class TrainingMixin(L.LightningModule):
         self._log_evaluation("test")
 
     def _evaluate(self, batch: GroupBatch) -> None:
-        for micro in batch.split(self.micro_batch_tokens):
+        for micro in self.whole_batch(batch).split(self.micro_batch_tokens):
             self._eval_window.update(self.evaluation_metrics(micro))
 
     def _log_evaluation(self, stage: str) -> None:

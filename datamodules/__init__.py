@@ -6,6 +6,7 @@ from datamodules.preference import PreferenceData
 from datamodules.prompts import PromptData
 from datamodules.strata import DifficultyStratifiedBatchSampler
 from datamodules.supervised import SupervisedData
+from datamodules.unpaired import UnpairedData
 
 __all__ = [
     "DatasetInfo",
@@ -15,4 +16,5 @@ __all__ = [
     "PromptData",
     "StrataConfig",
     "SupervisedData",
+    "UnpairedData",
 ]

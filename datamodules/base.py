@@ -127,8 +127,8 @@ class GroupData(L.LightningDataModule):
                 raise UserError(f"{name} must be at least 1, got {value}")
         if num_workers < 0:
             raise UserError(f"num_workers must not be negative, got {num_workers}")
-        if train_on == "all" and self.purpose == "preference":
-            raise UserError("train_on 'all' is for supervised rows; a pair compares its last assistant turns")
+        if train_on == "all" and self.purpose in ("preference", "unpaired"):
+            raise UserError("train_on 'all' is for supervised rows; what is judged is the last assistant turn")
         self.path = path
         self.batch_size = batch_size
         self.seed, self.shuffle, self.drop_last, self.length_aware = seed, shuffle, drop_last, length_aware

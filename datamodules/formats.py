@@ -16,13 +16,15 @@ from typing import Any, Literal
 from alignment.chat import Message
 from alignment.errors import UserError
 from datamodules.messages import conversation, instruction, messages_of, present, prompt_of, with_system
-from datamodules.rows import RowError, number, text
+from datamodules.rows import RowError, number, text, yes_or_no
 
-Purpose = Literal["supervised", "preference", "prompts"]
+Purpose = Literal["supervised", "preference", "unpaired", "prompts"]
+
+LABEL = "label"
 
 NAMES = (
     *("text", "prompt", "completion", "instruction", "input", "output", "system", "messages", "conversations"),
-    *("chosen", "rejected", "chosen_messages", "rejected_messages", "margin", "weight"),
+    *("chosen", "rejected", "chosen_messages", "rejected_messages", "margin", "weight", LABEL),
 )
 
 
@@ -30,8 +32,9 @@ NAMES = (
 class Row:
     """A row understood. `prompt` is messages, or one text where `raw` says that no template applies to it.
 
-    `completions` is one text (supervised), or chosen, rejected (preference), or nothing (prompts). `columns` holds the
-    values that the format does not use: plain ones, and for prompts anything JSON can hold.
+    `completions` is one text (supervised), or chosen, rejected (preference), or either of these with `labels`, whether
+    each is good (unpaired), or nothing (prompts). `columns` holds the values that the format does not use: plain ones,
+    and for prompts anything JSON can hold.
     """
 
     prompt: tuple[Message, ...] | str
@@ -39,6 +42,7 @@ class Row:
     raw: bool = False
     margin: float | None = None
     weight: float | None = None
+    labels: tuple[bool, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -223,7 +227,7 @@ class Format:
         prompt, completions, raw = self.parser(row)
         if purpose == "supervised":
             completions = completions[:1]
-        elif purpose == "preference" and completions[0] == completions[1]:
+        elif len(completions) == 2 and completions[0] == completions[1]:
             raise RowError("chosen equals rejected")
         if not raw:
             prompt = with_system(row, prompt)  # type: ignore[arg-type]
@@ -231,7 +235,7 @@ class Format:
             used = {*self.needs, *_PROMPT_PARTS, *self.columns.values()}
             columns = {k: v for k, v in row.items() if k not in used and _is_json(v)}
             return Row(prompt=prompt, completions=(), raw=raw, columns=columns)
-        taken = {*NAMES, *self.columns.values()}
+        taken = {*NAMES, *self.columns.values()} - (set() if purpose == "unpaired" else {LABEL})
         margin = number(row.get("margin"), "margin") if "margin" in keys and purpose == "preference" else None
         return Row(
             prompt=prompt,
@@ -239,8 +243,13 @@ class Format:
             raw=raw,
             margin=margin,
             weight=number(row.get("weight"), "weight", minimum=0.0) if "weight" in keys else None,
+            labels=self._labels(row) if purpose == "unpaired" else None,
             columns={k: v for k, v in row.items() if k not in taken and isinstance(v, str | int | float | bool)},
         )
+
+    def _labels(self, row: Mapping[str, Any]) -> tuple[bool, ...]:
+        """Whether each completion is good: as the row says, else those of a pair."""
+        return (yes_or_no(row.get(LABEL), LABEL),) if LABEL in self.needs else (True, False)
 
 
 _PREFERENCE = (
@@ -258,6 +267,13 @@ _SUPERVISED = (
     Format(name="prompts", needs=("prompt", "completion"), parser=_prompt_completion),
     Format(name="plain text", needs=("text",), parser=_text),
 )
+_LABELLED = (
+    Format(name="labelled chat messages", needs=("messages", LABEL), parser=_chat),
+    Format(name="labelled ShareGPT", needs=("conversations", LABEL), parser=_sharegpt),
+    Format(name="labelled instructions", needs=("instruction", "output", LABEL), parser=_instruction_output),
+    Format(name="labelled completions", needs=("prompt", "completion", LABEL), parser=_prompt_completion),
+    *_PREFERENCE,  # two completions, one of each kind
+)
 _PROMPTS = (
     Format(name="prompts", needs=("prompt",), parser=_asked),
     Format(name="chat messages", needs=("messages",), parser=_asked_in("messages")),
@@ -270,11 +286,13 @@ _PROMPT_PARTS = ("prompt", "instruction", "input", "system", "messages", "conver
 _FORMATS: Mapping[Purpose, tuple[Format, ...]] = {
     "supervised": _SUPERVISED,
     "preference": _PREFERENCE,
+    "unpaired": _LABELLED,
     "prompts": _PROMPTS,
 }
 _EXAMPLES: Mapping[Purpose, str] = {
     "supervised": "prompt: question, completion: answer",
     "preference": "prompt: question, chosen: good, rejected: bad",
+    "unpaired": "prompt: question, completion: answer, label: liked",
     "prompts": "prompt: question",
 }
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from alignment.batches import Group
 from alignment.chat import ChatEncoder, Encoded, Message, Template, TemplateRefused, TrainOn, tokenizer_digest
 from alignment.errors import UserError
-from datamodules.formats import Format, Purpose, Row, common_keys, detect
+from datamodules.formats import LABEL, Format, Purpose, Row, common_keys, detect
 from datamodules.reading import Record, Source
 from datamodules.rows import Lengths, RowError, RowReport
 from datamodules.store import DamagedCache, GroupStore
@@ -131,6 +131,13 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+def _row_values(row: Row) -> dict[str, list[float]]:
+    """Named numbers, one per completion."""
+    if row.labels is not None:
+        return {LABEL: [float(label) for label in row.labels]}
+    return {} if row.margin is None else {"margin": [row.margin] * len(row.completions)}
+
+
 class _Builder:
     """One pass over the rows of a source."""
 
@@ -186,7 +193,7 @@ class _Builder:
                 completions=encoded.completions,
                 scored=encoded.scored,
                 weights=None if row.weight is None else [row.weight] * count,
-                rows={} if row.margin is None else {"margin": [row.margin] * count},
+                rows=_row_values(row),
                 columns=row.columns,
                 index=index,
             )
@@ -201,7 +208,8 @@ class _Builder:
         if self._recipe.keep_duplicates:
             return
         asked = row.prompt if isinstance(row.prompt, str) else [(m.role, m.content) for m in row.prompt]
-        digest = _digest(json.dumps([asked, row.completions]))
+        said = [asked, row.completions] if row.labels is None else [asked, row.completions, row.labels]
+        digest = _digest(json.dumps(said))
         if digest in self._seen:
             raise RowError("duplicate of an earlier row", f"of {self._seen[digest]}")
         self._seen[digest] = place

@@ -61,6 +61,17 @@ def number(value: object, name: str, *, minimum: float = -math.inf) -> float:
     return result
 
 
+def yes_or_no(value: object, name: str) -> bool:
+    """`value` as a truth value: true or false, 1 or 0, or one of these as text. Raises RowError for anything else."""
+    if value is None:
+        raise RowError(f"{name} is None")
+    known = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+    found = known.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
+    if found is None:
+        raise RowError(f"{name} is neither true nor false", repr(value)[:40])
+    return found
+
+
 @dataclass(kw_only=True)
 class Tally:
     """How many rows something happened to, and where first."""

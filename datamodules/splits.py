@@ -25,7 +25,12 @@ from datamodules.rows import Tally
 from datamodules.store import GroupStore
 
 Split = Literal["train", "val", "test", "predict"]
-_WORLD_ROWS: Mapping[Purpose, world.Kind] = {"supervised": "sft", "preference": "preference", "prompts": "prompts"}
+_WORLD_ROWS: Mapping[Purpose, world.Kind] = {
+    "supervised": "sft",
+    "preference": "preference",
+    "unpaired": "preference",
+    "prompts": "prompts",
+}
 _FALLBACK: Mapping[Split, Split] = {"val": "train", "test": "val", "predict": "test"}
 HELD_OUT: tuple[Split, ...] = ("val", "test")
 LEAKED = "prompt is among the held-out rows"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,22 @@ from alignment.metrics import Metrics, MetricWindow
 from alignment.optim import OptimConfig
 from alignment.update import Counts
 from callbacks.predictions import Predictions
-from modules import DPO, SFT, RewardModel
+from modules import DPO, KTO, SFT, RewardModel
 from tests.toys import TINY, FixedData, groups, trainer
 
 OPTIM = OptimConfig(lr=1e-4, schedule="cosine", warmup_steps=3)
 STEPS = 20
 SETTINGS: dict[str, Any] = {"policy": TINY, "optim": OPTIM, "micro_batch_tokens": 40}
+MODULES: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "sft": (SFT, 1, {}),
+    "reward": (RewardModel, 2, {}),
+    "dpo": (DPO, 2, {"reference": "copy", "sft_weight": 0.3}),
+    "whole batch": (DPO, 2, {"reference": "copy", "loss": {"aot": 1.0, "aot_unpaired": 1.0, "bco": 0.5, "sft": 0.1}}),
+    "kto": (KTO, 2, {"good_weight": 1.5}),
+}
+"""Name -> class, completions of a group, settings."""
+AWAY = ("whole batch", "kto")
+"""Begun away from their reference: at it every order is a tie and every baseline 0."""
 
 
 class Capture(L.Callback):
@@ -51,7 +62,24 @@ class OneBadRank(SFT):
 
 def rows(completions: int, count: int = 8 * (STEPS - 1) + 1) -> list[Group]:
     """The last batch holds one group, so with two ranks the second has none."""
-    return groups(count, completions, margin=0.01)
+    return labelled(groups(count, completions, margin=0.01))
+
+
+def labelled(given: list[Group]) -> list[Group]:
+    """Every third group has no good completion, in the others the first is one."""
+    return [
+        replace(g, rows={**g.rows, "label": [float(i == 0 and g.index % 3 > 0) for i in range(len(g.completions))]})
+        for g in given
+    ]
+
+
+def move_reference(module: Any) -> None:
+    """Away from the policy, to where the rows, which are random tokens, are less likely: the baseline is above 0."""
+    module.configure_model()
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in module.reference._model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=draw))
 
 
 def ranks_trainer(folder: Path, world: int, **settings: Any) -> L.Trainer:
@@ -62,10 +90,12 @@ def ranks_trainer(folder: Path, world: int, **settings: Any) -> L.Trainer:
 def equality(world: int, folder: Path) -> dict[str, Any]:
     """Train each module for 20 steps and validate it."""
     out: dict[str, Any] = {}
-    for name, build, completions in (("sft", SFT, 1), ("reward", RewardModel, 2), ("dpo", DPO, 2)):
-        extra = {"reference": "copy", "sft_weight": 0.3} if name == "dpo" else {}
+    for name, (build, completions, extra) in MODULES.items():
         module, capture = build(**SETTINGS, **extra), Capture()
-        data = FixedData(rows(completions), val=groups(11, completions, seed=3, margin=0.01), batch_size=8)
+        if name in AWAY:
+            move_reference(module)
+        held_out = labelled(groups(11, completions, seed=3, margin=0.01))
+        data = FixedData(rows(completions), val=held_out, batch_size=8)
         untrained = ranks_trainer(folder, world).validate(module, datamodule=data, verbose=False)[0]
         t = ranks_trainer(folder, world, max_epochs=1, callbacks=[capture])
         t.fit(module, datamodule=data)
@@ -77,6 +107,7 @@ def equality(world: int, folder: Path) -> dict[str, Any]:
             "val": {k: float(v) for k, v in t.callback_metrics.items() if k.startswith("val/")},
             "weights_equal": _same_on_all_ranks(module),
             "global_step": t.global_step,
+            "memory": getattr(module, "loss_memory", {}),
         }
     return out
 

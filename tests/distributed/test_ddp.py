@@ -11,7 +11,7 @@ import pytest
 from tests.distributed import ddp_checks
 from tests.distributed.pair import run_pair
 
-MODULES = ("sft", "reward", "dpo")
+MODULES = tuple(ddp_checks.MODULES)
 Results = dict[str, Any]
 
 
@@ -19,7 +19,7 @@ Results = dict[str, Any]
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of both ranks."""
     folder = tmp_path_factory.mktemp("two")
-    run_pair("ddp_checks", folder, timeout=240)
+    run_pair("ddp_checks", folder, timeout=400)
     return [json.loads((folder / f"results.rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -52,6 +52,16 @@ def test_losses_and_metrics(name: str, one: Results, two: list[Results]) -> None
         assert rank[name]["untrained"] == pytest.approx(one[name]["untrained"], rel=1e-6, abs=1e-6)
         assert rank[name]["global_step"] == one[name]["global_step"] == ddp_checks.STEPS
         assert rank[name]["val"] == pytest.approx(one[name]["val"], rel=1e-4, abs=1e-4)
+
+
+def test_the_whole_batch_was_looked_at(one: Results, two: list[Results]) -> None:
+    """The baseline is above 0, and the shift is the mean over as many batches as there were."""
+    assert one["kto"]["logged"][0]["kl"] > 0.01
+    memory = one["whole batch"]["memory"]
+    assert memory["bco_batches"] == ddp_checks.STEPS
+    assert abs(memory["bco_shift"]) > 1e-4
+    for rank in two:
+        assert rank["whole batch"]["memory"] == pytest.approx(memory, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MODULES)

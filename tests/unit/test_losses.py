@@ -15,12 +15,12 @@ from alignment.losses import (
     aggregate,
     bradley_terry,
     centring,
-    check_dpo_loss,
     dpo_loss,
     length_desensitised,
     share,
     token_nll,
 )
+from alignment.pair_objective import PairObjective
 
 
 def tensor(*values: float) -> Tensor:
@@ -52,7 +52,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("name", "beta", "smoothing", "per_pair", "mean"), GOLDEN)
 def test_golden_values(name: str, beta: float, smoothing: float, per_pair: tuple[float, ...], mean: float) -> None:
-    loss = check_dpo_loss(name, beta, smoothing)(golden_pairs(), beta, smoothing)
+    loss = PairObjective(name, beta=beta, label_smoothing=smoothing)(golden_pairs(), beta, smoothing)
     torch.testing.assert_close(loss, tensor(*per_pair), atol=1e-6, rtol=0)
     assert float(loss.mean()) == pytest.approx(mean, abs=1e-6)
 
@@ -119,7 +119,7 @@ def test_ipo_divides_each_side_by_its_own_length() -> None:
 )
 def test_settings_a_loss_is_not_defined_for(name: str, beta: float, smoothing: float, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        check_dpo_loss(name, beta, smoothing)
+        PairObjective(name, beta=beta, label_smoothing=smoothing)
 
 
 def test_a_name_is_registered_once() -> None:
