@@ -16,7 +16,8 @@ import yaml
 
 from alignment.advantages import RewardTable
 from alignment.cli import main
-from alignment.losses import PairLogRatios, check_dpo_loss
+from alignment.losses import PairLogRatios
+from alignment.pair_objective import find
 from alignment.policy_losses import PolicyTokens
 from alignment.tiny import save_tiny
 from tests.vllm_stub import serving
@@ -144,7 +145,7 @@ def test_a_preference_loss_of_ones_own(own: Any) -> None:
     pairs = PairLogRatios(chosen=3 * one, rejected=one, chosen_tokens=one, rejected_tokens=one)
     loss = own("my_losses").squared_hinge
     assert loss(pairs, 0.1, 0.0).item() == pytest.approx(0.64)  # (1 - 0.1 * 2)^2
-    assert check_dpo_loss("my_losses.squared_hinge", 0.1, 0.0) is loss
+    assert find("my_losses.squared_hinge").fn is loss
 
 
 def test_a_reward_of_ones_own(own: Any) -> None:

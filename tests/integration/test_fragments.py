@@ -39,6 +39,7 @@ def row(fragment: str, i: int) -> dict[str, Any]:
         },
         "local_sft": {"instruction": user, "output": reply},
         "local_preference": {"question": user, "better": reply, "worse": worse},
+        "local_labels": {"question": user, "answer": reply if i % 3 else worse, "liked": i % 3 > 0},
         "persona": {"question": user, "answer_matching_behavior": " Yes", "answer_not_matching_behavior": " No"},
         "prompts_local": {"prompt": user, "answer": reply, "difficulty": ("easy", "medium", "hard")[i % 3]},
         "prompts_gsm8k": {"question": user + " please" * (i % 3), "answer": f"{reply} #### {i}"},
@@ -51,7 +52,8 @@ OFFLINE = sorted(p.stem for p in (CONFIGS / "data").glob("*.yaml") if not p.stem
 @pytest.mark.parametrize("fragment", OFFLINE)
 def test_every_data_fragment_runs(fragment: str, workdir: Path) -> None:
     path = CONFIGS / "data" / f"{fragment}.yaml"
-    module = "SFT" if "SupervisedData" in path.read_text() else "DPO"
+    kinds = {"SupervisedData": "SFT", "PreferenceData": "DPO", "UnpairedData": "KTO"}
+    module = kinds[yaml.safe_load(path.read_text())["class_path"].removeprefix("datamodules.")]
     words = ["fit", f"--model={module}", f"--data={path}", "--data.batch_size=4", "--trainer.fast_dev_run=1"]
     if not fragment.startswith("support_"):
         rows = workdir / "rows.jsonl"
@@ -108,8 +110,8 @@ def test_the_gpu_trainer_parses(workdir: Path, capsys: pytest.CaptureFixture[str
 
 
 PRESETS = sorted(p.stem for p in (CONFIGS / "presets").glob("*.yaml"))
-SHORT = "--model.completions=2 --model.sampling.max_tokens=4 --data.batch_size=16 --data.max_rows=16"
-SHORT += " --trainer.fast_dev_run=1"
+SHORT = "--data.batch_size=16 --data.max_rows=16 --trainer.fast_dev_run=1"
+SAMPLES = "--model.completions=2 --model.sampling.max_tokens=4"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +158,8 @@ def test_every_preset_is_what_it_says_and_runs(
         assert {k: v for k, v in ours.items() if k not in said} == {k: v for k, v in theirs.items() if k not in said}
     (workdir / "models").mkdir()
     (workdir / "models" / "reward").symlink_to(reward_model / ("1" if preset.startswith("critic") else "2"))
-    assert main(["fit", "-c", base, "-c", str(path), *SHORT.split(), "--trainer.accelerator=cpu", *QUIET]) == 0
+    short = SHORT if "PreferenceData" in Path(base).read_text() else f"{SHORT} {SAMPLES}"
+    assert main(["fit", "-c", base, "-c", str(path), *short.split(), "--trainer.accelerator=cpu", *QUIET]) == 0
 
 
 @pytest.mark.parametrize("preset", ["adaptive_kl", "dual_clip", "reward_model"])
@@ -164,7 +167,7 @@ def test_presets_that_serve_ppo_too(preset: str, workdir: Path, reward_model: Pa
     (workdir / "models").mkdir()
     (workdir / "models" / "reward").symlink_to(reward_model / "1")
     files = ["-c", str(CONFIGS / "ppo.yaml"), "-c", str(CONFIGS / "presets" / f"{preset}.yaml")]
-    assert main(["fit", *files, *SHORT.split(), "--trainer.accelerator=cpu", *QUIET]) == 0
+    assert main(["fit", *files, *SHORT.split(), *SAMPLES.split(), "--trainer.accelerator=cpu", *QUIET]) == 0
 
 
 def test_no_fragment_is_left_out() -> None:
