@@ -122,7 +122,9 @@ def json_row(kind: str, group: Group) -> dict[str, Any]:
     row: dict[str, Any] = {"prompt": words(group.prompt)}
     if kind == "sft":
         return {**row, "completion": texts[0]}
-    if kind in ("dpo", "rm"):
+    if kind == "kto":
+        return {**row, "completion": texts[0], "label": bool(group.rows["label"][0])}
+    if kind in ("dpo", "rm", "cpo", "orpo"):
         return {**row, "chosen": texts[0], "rejected": texts[1]}
     return {**row, "flat": group.columns["flat"]}
 
@@ -130,7 +132,9 @@ def json_row(kind: str, group: Group) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- theirs
 
 
-def theirs(spec: dict[str, Any], groups: Sequence[Group], interpreter: Path, folder: Path) -> Side:
+def theirs(
+    spec: dict[str, Any], groups: Sequence[Group], interpreter: Path, folder: Path, worker: Path = WORKER
+) -> Side:
     """Train the peer."""
     work = folder / spec["id"]
     work.mkdir()
@@ -142,7 +146,7 @@ def theirs(spec: dict[str, Any], groups: Sequence[Group], interpreter: Path, fol
     spec = {**spec, "data": str(paths["data"]), "work": str(work), "dump": str(paths["dump"])}
     spec["replay"] = str(paths["replay"]) if online else None
     paths["spec"].write_text(json.dumps(spec), encoding="utf-8")
-    with Worker([str(interpreter), str(WORKER), str(paths["spec"])], log_path=paths["log"], patience=600) as worker:
+    with Worker([str(interpreter), str(worker), str(paths["spec"])], log_path=paths["log"], patience=600) as worker:
         worker.start()
         results = [worker.step() for _ in range(spec["steps"])]
         worker.stop()
