@@ -115,7 +115,7 @@ def update_objectives(
     optimizer.zero_grad()
     stores = {name: GradientStore(parameters) for name in (*names, REST)}
     counts = Counts.of(batch) if counts is None else counts
-    shares, metrics = _accumulate(module, batch, parts_fn, stores, keep_groups, counts)
+    shares, metrics = accumulate_objectives(module, batch, parts_fn, stores, keep_groups, counts)
     for store in stores.values():
         with store.open():
             reduce_gradients(parameters)
@@ -137,7 +137,7 @@ def update_objectives(
     step(module, batch, share, metrics, dict(zip(names, found.norms.tolist(), strict=True)))
 
 
-def _accumulate(
+def accumulate_objectives(
     module: TrainingMixin,
     batch: GroupBatch,
     parts_fn: PartsFn,

@@ -42,15 +42,18 @@ class Head:
     form: LogitForm = field(default_factory=LogitForm)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Head:
+    def of(
+        cls, model: nn.Module, what: str = "a full-vocabulary KL", instead: str = "use k1, k2, k3 or sym"
+    ) -> Head:
         """That of a causal language model, wrapped by peft or not. Raises UserError where it is not a plain linear
-        layer (an adapter on it, for example): its logits then are not hidden states times a weight."""
+        layer (an adapter on it, for example): its logits then are not hidden states times a weight. `what` needs the
+        head, and what to do `instead` are for that message."""
         inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
         head = None if inner is None else inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         if inner is None or type(head) is not nn.Linear:
             raise UserError(
-                f"a full-vocabulary KL needs a plain linear LM head; {type(model).__name__} has another, or an adapter "
-                "on it: use k1, k2, k3 or sym"
+                f"{what} needs a plain linear LM head; {type(model).__name__} has another, or an adapter on it: "
+                f"{instead}"
             )
         return cls(weight=head.weight, bias=head.bias, form=logit_form(inner.config.get_text_config(decoder=True)))
 

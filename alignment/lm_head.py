@@ -221,6 +221,16 @@ def log_collision(
     return squares.log() - 2 * total.log()
 
 
+def whole_stats(
+    logits: Tensor, temperature: float, targets: Tensor, entropy: bool, collision: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `score_tokens` and `log_collision` compute, from whole logits [n, V] that the model's own head made."""
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    lp = log_p.gather(1, targets[:, None])[:, 0]
+    ent = -(log_p.exp() * log_p).sum(-1) if entropy else None
+    return lp, ent, (2 * log_p.detach()).logsumexp(-1) if collision else None
+
+
 def stats_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from alignment.batches import GroupBatch
+from alignment.errors import UserError
 from alignment.grouped_attention import configs_of
 from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
-from alignment.lm_head import LogitForm, log_collision, score_tokens
+from alignment.lm_head import LogitForm, log_collision, score_tokens, whole_stats
 from alignment.prefix_attention import prefix_attention
 from alignment.probe import Probe, check_causal, difference, obstacle
 from alignment.tied_rows import TiedRows
@@ -160,6 +161,35 @@ class LogProbEngine:
             collision=_spread(col, scored, batch) if collision else None,
         )
 
+    def score(
+        self, batch: GroupBatch, states: Tensor, *, entropy: bool = False, collision: bool = False
+    ) -> TokenStats:
+        """`TokenStats` from states [C, H] that were asked for as hidden="before"; differentiable with respect to them.
+
+        Raises UserError where the LM head is not a plain linear layer, and where `verify` has not found that this is
+        how the model makes its logits.
+        """
+        if not self._verified:
+            self.verify()
+        if type(self._head) is not nn.Linear:
+            raise UserError(
+                f"gradients at hidden states need a plain linear LM head; {type(self._model).__name__} has another, or "
+                "an adapter on it: use those at the parameters"
+            )
+        if self.path != "shared":
+            raise UserError(
+                f"gradients at hidden states need the shared path; {type(self._model).__name__} takes the plain one "
+                f"({self.reason}): use those at the parameters"
+            )
+        scored = batch.scored.nonzero()[:, 0]
+        lp, ent, col = self._scores(states[scored], batch.completion_ids[scored], entropy, 1.0, collision)
+        return TokenStats(
+            logps=_spread(lp, scored, batch),
+            entropy=_spread(ent, scored, batch) if entropy else None,
+            hidden=states,
+            collision=_spread(col, scored, batch) if collision else None,
+        )
+
     # ------------------------------------------------------------------ shared path
 
     def _shared(
@@ -186,29 +216,24 @@ class LogProbEngine:
         states = output[0].flatten(0, 1)
         lp, ent, col = None, None, None
         if scored is not None:
-            assert isinstance(self._head, nn.Linear)  # the shared path is only chosen for a plain linear head
-            predicting = states[layout.predictor[scored]]
-            lp, ent = score_tokens(
-                predicting,
-                self._head.weight,
-                self._head.bias,
-                batch.completion_ids[scored],
-                form=logit_form(self._config),
-                temperature=temperature,
-                entropy=entropy,
-                tile_bytes=self._tile_bytes,
-            )
-            if collision:
-                col = log_collision(
-                    predicting,
-                    self._head.weight,
-                    self._head.bias,
-                    form=logit_form(self._config),
-                    temperature=temperature,
-                    tile_bytes=self._tile_bytes,
-                )
+            targets = batch.completion_ids[scored]
+            lp, ent, col = self._scores(states[layout.predictor[scored]], targets, entropy, temperature, collision)
         index = {"before": layout.predictor, "at": layout.place}
         return lp, ent, states[index[hidden]] if hidden else None, col
+
+    def _scores(
+        self, states: Tensor, targets: Tensor, entropy: bool, temperature: float, collision: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs of targets [n], entropies and collisions [n] or None, from the states [n, H] that predict them."""
+        head = self._head
+        assert isinstance(head, nn.Linear)  # the shared path is only chosen for a plain linear head
+        form, weight, bias, size = logit_form(self._config), head.weight, head.bias, self._tile_bytes
+        lp, ent = score_tokens(
+            states, weight, bias, targets, form=form, temperature=temperature, entropy=entropy, tile_bytes=size
+        )
+        if not collision:
+            return lp, ent, None
+        return lp, ent, log_collision(states, weight, bias, form=form, temperature=temperature, tile_bytes=size)
 
     def _split(self, layout: Layout) -> bool:
         """Whether attention can be computed within groups: on a CPU, where no layer sees less than a whole group, and
@@ -254,9 +279,7 @@ class LogProbEngine:
                 logits = self._model(**inputs).logits
             states = captured[0]
             picked = logits[row[scored], at if self._keeps_logits else columns[at]]
-            lp, ent = _log_softmax_stats(picked, temperature, batch.completion_ids[scored], entropy)
-            if collision:
-                col = (2 * (picked.detach().float() / temperature).log_softmax(-1)).logsumexp(-1)
+            lp, ent, col = whole_stats(picked, temperature, batch.completion_ids[scored], entropy, collision)
         if states.shape[1] != rows.input_ids.shape[1]:
             raise ValueError(
                 f"{type(self._model).__name__} adds tokens to its input (prompt or prefix tuning); use LoRA instead"
@@ -341,15 +364,6 @@ def logit_form(config: PreTrainedConfig) -> LogitForm:
         scale=float(scale) / float(getattr(config, "logits_scaling", None) or 1.0),
         softcap=getattr(config, "final_logit_softcapping", None),
     )
-
-
-def _log_softmax_stats(
-    logits: Tensor, temperature: float, targets: Tensor, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """[n, V] -> log-probs of the targets [n] and entropies [n]."""
-    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    lp = log_p.gather(1, targets[:, None])[:, 0]
-    return lp, -(log_p.exp() * log_p).sum(-1) if entropy else None
 
 
 def _spread(values: Tensor | None, scored: Tensor, batch: GroupBatch) -> Tensor:

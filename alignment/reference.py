@@ -4,6 +4,7 @@ kind            what it is                                                     e
 adapter_off     a policy with new LoRA adapters, which are switched off        none
 frozen_adapter  a policy with a pretrained adapter and a frozen copy of it     one adapter
 cached          log-probs of a finite data set, computed before training       4 bytes a token, on disk and in RAM
+                (and entropies, where they are asked for                       4 bytes more)
 copy            a second model                                                 one model
 
 At step 0 the KL to each of them is 0 and the DPO loss ln 2, also when training continues a pretrained adapter: the
@@ -63,6 +64,7 @@ class Reference(ABC):
         engine_factory: EngineFactory,
         *,
         finite_data: bool = False,
+        entropy: bool = False,
     ) -> Reference:
         """Make the reference of a policy that is still as `load_policy(config)` returned it.
 
@@ -73,6 +75,7 @@ class Reference(ABC):
             config: what it was loaded from.
             engine_factory: makes the log-prob engine of a model.
             finite_data: whether every completion is known before training (a data set, not rollouts).
+            entropy: whether cached values hold entropies too, one more number a token; other kinds compute them.
 
         Raises:
             UserError: unknown kind, or one that would not be the starting policy.
@@ -98,12 +101,17 @@ class Reference(ABC):
             return FrozenAdapter(policy, engine_factory)
         if kind == "copy":
             return FrozenCopy(policy, config, engine_factory)
-        return Cached(policy, config, engine_factory)
+        return Cached(policy, config, engine_factory, entropy=entropy)
 
     @abstractmethod
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         """[C] float32 log-probs under the reference, its logits divided by `temperature`, without gradient; 0 at
         unscored tokens."""
+
+    def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        """([C] log-probs, [C] entropies in nats) at temperature 1 in one pass, float32 without gradient; 0 at unscored
+        tokens. Raises UserError for a kind that does not know entropies."""
+        raise UserError(f"reference={self.kind} has no token entropies; use copy, or another floor of the entropy")
 
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
         """([C, H] states that predict each token, without gradient; the head that makes logits of them). Raises
@@ -132,6 +140,10 @@ class AdapterOff(Reference):
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         with _as_found(self._peft), self._peft.disable_adapter():
             return _logps(self._engine, batch, temperature)
+
+    def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        with _as_found(self._peft), self._peft.disable_adapter():
+            return _stats(self._engine, batch)
 
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
         with _as_found(self._peft), self._peft.disable_adapter():
@@ -164,6 +176,10 @@ class FrozenAdapter(Reference):
         with self._switched():
             return _logps(self._engine, batch, temperature)
 
+    def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        with self._switched():
+            return _stats(self._engine, batch)
+
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
         with self._switched():
             return _states(self._engine, batch), Head.of(self._peft)
@@ -192,6 +208,10 @@ class FrozenCopy(Reference):
         _follow(self._model, self._policy)
         return _logps(self._engine, batch, temperature)
 
+    def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        _follow(self._model, self._policy)
+        return _stats(self._engine, batch)
+
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
         _follow(self._model, self._policy)
         return _states(self._engine, batch), Head.of(self._model)
@@ -202,17 +222,27 @@ class Cached(Reference):
 
     kind = "cached"
 
-    def __init__(self, policy: nn.Module, config: PolicyConfig, engine_factory: EngineFactory) -> None:
+    def __init__(
+        self, policy: nn.Module, config: PolicyConfig, engine_factory: EngineFactory, *, entropy: bool = False
+    ) -> None:
         self._policy, self._config, self._engine_factory = policy, config, engine_factory
+        self._entropy = entropy
         self._digest = model_digest(policy, config)  # of the start: a resumed run has other weights but the same file
         self._table: LogpTable | None = None
 
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         if temperature != 1.0:
             raise UserError(f"cached reference log-probs are those at temperature 1, not {temperature}; use copy")
+        return self._computed().lookup(batch)
+
+    def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        table = self._computed()
+        return table.lookup(batch), table.lookup_entropies(batch)
+
+    def _computed(self) -> LogpTable:
         if self._table is None:
             raise UserError("cached reference log-probs are not there yet: call precompute() before training")
-        return self._table.lookup(batch)
+        return self._table
 
     def precompute(
         self,
@@ -231,6 +261,8 @@ class Cached(Reference):
         """
         parts = list(batches)
         keys = [row_keys(batch) for batch in parts]
+        if self._entropy:
+            key_parts = {**key_parts, "entropy": True}
         key = cache_key(self._digest, key_parts, sorted({k for part in keys for k in part}))
         path = cache_path(cache_dir, key)
         self._table = _read_agreed(path, key)
@@ -253,8 +285,9 @@ class Cached(Reference):
         with _as_found(policy):
             for batch in parts[rank() :: world_size()]:
                 for micro in batch.to(_reference_parameter(policy).device).split(micro_batch_tokens):
-                    values = torch.split(_logps(engine, micro).cpu(), micro.completion_lengths.tolist())
-                    rows.update(zip(row_keys(micro), values, strict=True))
+                    values = _stats(engine, micro) if self._entropy else (_logps(engine, micro),)
+                    parts_of_rows = torch.split(torch.stack(values).cpu(), micro.completion_lengths.tolist(), dim=1)
+                    rows.update(zip(row_keys(micro), parts_of_rows, strict=True))
         gathered: dict[int, Tensor] = {}
         for part in all_gather_objects({k: v.numpy() for k, v in rows.items()}):
             assert isinstance(part, dict)
@@ -288,6 +321,14 @@ def _logps(engine: LogProbEngine, batch: GroupBatch, temperature: float = 1.0) -
         values = engine(batch, temperature=temperature).logps
     assert values is not None
     return values
+
+
+def _stats(engine: LogProbEngine, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        stats = engine(batch, entropy=True)
+    assert stats.logps is not None
+    assert stats.entropy is not None
+    return stats.logps, stats.entropy
 
 
 def _states(engine: LogProbEngine, batch: GroupBatch) -> Tensor:

@@ -50,29 +50,42 @@ class LogpTable:
         keys: [K] int64, ascending.
         lengths: [K] int64 tokens of each row.
         logps: [T] float32, the rows in the order of `keys`, 0 at unscored tokens.
+        entropies: [T] float32 likewise, nats of the distribution each token was drawn from. None: not computed.
     """
 
     keys: Tensor
     lengths: Tensor
     logps: Tensor
+    entropies: Tensor | None = None
 
     @classmethod
     def from_rows(cls, rows: Mapping[int, Tensor]) -> LogpTable:
-        """From row key -> [length] log-probs."""
+        """From row key -> [1, length] log-probs, or [2, length] log-probs and entropies: the same for all rows."""
         keys = sorted(rows)
         values = [rows[k].to("cpu", torch.float32) for k in keys]
+        flat = torch.cat(values, dim=1) if values else torch.zeros(1, 0)
         return cls(
             keys=torch.tensor(keys, dtype=torch.int64),
-            lengths=torch.tensor([len(v) for v in values], dtype=torch.int64),
-            logps=torch.cat(values) if values else torch.zeros(0),
+            lengths=torch.tensor([v.shape[1] for v in values], dtype=torch.int64),
+            logps=flat[0].contiguous(),
+            entropies=flat[1].contiguous() if len(flat) == 2 else None,
         )
 
     def lookup(self, batch: GroupBatch) -> Tensor:
-        """[C] float32 on the batch's device.
+        """[C] float32 log-probs on the batch's device.
 
         Raises:
             UserError: a row that was not there when the table was computed; names its position in the data.
         """
+        return self._picked(self.logps, batch)
+
+    def lookup_entropies(self, batch: GroupBatch) -> Tensor:
+        """[C] float32 entropies on the batch's device. Raises UserError as `lookup`, and where there are none."""
+        if self.entropies is None:
+            raise UserError("the cached reference has log-probs and no entropies; precompute both, or use copy")
+        return self._picked(self.entropies, batch)
+
+    def _picked(self, values: Tensor, batch: GroupBatch) -> Tensor:
         keys = torch.tensor(row_keys(batch), dtype=torch.int64)
         at = torch.searchsorted(self.keys, keys).clamp(max=max(len(self.keys) - 1, 0))
         known = self.keys[at] == keys if len(self.keys) else torch.zeros(len(keys), dtype=torch.bool)
@@ -82,7 +95,7 @@ class LogpTable:
             raise UserError(f"row {index} is not among the cached reference log-probs; precompute them for this data")
         starts = (self.lengths.cumsum(0) - self.lengths)[at]
         ends = starts + self.lengths[at]
-        parts = [self.logps[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+        parts = [values[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
         return (torch.cat(parts) if parts else torch.zeros(0)).to(batch.device)
 
 
@@ -119,6 +132,8 @@ def write_table(path: Path, key: str, table: LogpTable) -> None:
     """Write beside the final place, flush to the disk, rename: a reader sees nothing or all of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {"keys": table.keys, "lengths": table.lengths, "logps": table.logps}
+    if table.entropies is not None:
+        tensors["entropies"] = table.entropies
     partial = path.with_suffix(f".partial-{os.getpid()}")
     save_file(tensors, partial, metadata={"format": FORMAT, "key": key, "sha256": _checksum(tensors)})
     with open(partial, "rb") as file:
@@ -136,7 +151,8 @@ def read_table(path: Path, key: str) -> LogpTable:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in ("keys", "lengths", "logps")}
+            names = {"keys", "lengths", "logps"} | ({"entropies"} & set(file.keys()))
+            tensors = {name: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise DamagedCacheError(str(error)) from error
     if (header.get("format"), header.get("key")) != (FORMAT, key):

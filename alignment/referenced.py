@@ -43,6 +43,8 @@ class ReferencedMixin(PolicyMixin):
     """
 
     reference: Reference
+    reference_entropy: bool = False
+    """Whether the algorithm compares with the reference's token entropies; set before `configure_model`."""
 
     def __init__(
         self, *, policy: PolicyConfig, reference: ReferenceKind, optim: OptimConfig, micro_batch_tokens: int | None
@@ -52,7 +54,13 @@ class ReferencedMixin(PolicyMixin):
 
     def build_parts(self) -> None:
         super().build_parts()
-        self.reference = Reference.build(self._resolved_kind(), self.policy, self.policy_config, self.build_engine)
+        self.reference = Reference.build(
+            self._resolved_kind(),
+            self.policy,
+            self.policy_config,
+            self.build_engine,
+            entropy=self.reference_entropy,
+        )
 
     def _resolved_kind(self) -> ResolvedKind:
         if self.reference_kind != "auto":

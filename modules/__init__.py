@@ -3,6 +3,7 @@
 from modules.decoupled_po import DecoupledPO
 from modules.dpo import DPO
 from modules.gdpo import GDPO
+from modules.generalized_rpo import GeneralizedRPO
 from modules.grpo import GRPO
 from modules.kto import KTO
 from modules.morl import MORL
@@ -11,4 +12,18 @@ from modules.reference_free import CPO, ORPO, SimPO
 from modules.reward_model import RewardModel
 from modules.sft import SFT
 
-__all__ = ["CPO", "DPO", "GDPO", "GRPO", "KTO", "MORL", "ORPO", "PPO", "SFT", "DecoupledPO", "RewardModel", "SimPO"]
+__all__ = [
+    "CPO",
+    "DPO",
+    "GDPO",
+    "GRPO",
+    "KTO",
+    "MORL",
+    "ORPO",
+    "PPO",
+    "SFT",
+    "DecoupledPO",
+    "GeneralizedRPO",
+    "RewardModel",
+    "SimPO",
+]

@@ -108,6 +108,28 @@ def test_the_metrics_of_the_page_are_logged(folder: Path) -> None:
     assert len(list(folder.rglob("samples.jsonl"))) == 2
 
 
+# ---------------------------------------------------------------------- generalized_rpo.md
+
+
+def test_generalized_rpo_commands_and_domains(folder: Path) -> None:
+    """And the page's YAML of domains, over the configuration."""
+    for line in commands("generalized_rpo.md"):
+        run(line)
+    (text,) = blocks("generalized_rpo.md", "yaml")
+    (folder / "domains.yaml").write_text(yaml.safe_dump({"model": {"init_args": yaml.safe_load(text)}}))
+    files = ["-c", "configs/generalized_rpo.yaml", "-c", "domains.yaml"]
+    assert main(["fit", *files, *SMALL, *EPOCH, "--trainer.log_every_n_steps=1"]) == 0
+    logged: set[str] = set()
+    for file in folder.rglob("metrics.jsonl"):
+        logged |= {name for line in file.read_text().splitlines() for name in json.loads(line)}
+    page = (REPOSITORY / "docs" / "generalized_rpo.md").read_text()
+    told = {"grad_norm/states/dpo", "grad/clip_coef/smooth", "p_mean", "entropy", "val/worst_domain/accuracies"}
+    told |= {"domain/right/loss", "domain/right/accuracies", "domain/right/margins", "domain/right/weight"}
+    assert told <= logged
+    named = ("grad_norm/states/NAME", "grad/clip_coef/NAME", "p_mean", "val/worst_domain/accuracies")
+    assert all(f"`{name}`" in page for name in (*named, "domain/NAME/loss"))
+
+
 # ---------------------------------------------------------------------- extending.md
 
 

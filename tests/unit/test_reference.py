@@ -312,6 +312,58 @@ def test_a_moved_policy_finds_the_file_and_without_it_the_start_is_loaded_again(
         assert torch.allclose(reference.token_logps(batch), start, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("lora", "kind"), [("new", "auto"), ("pretrained", "auto"), ("none", "cached"), ("none", "copy")]
+)
+def test_entropies_of_every_kind(tmp_path: Path, adapter: str, lora: str, kind: str) -> None:
+    """Those of the starting policy, without gradient, also after it has moved; log-probs come with them."""
+    config = lora_config(lora, adapter)
+    policy = load_policy(config)
+    reference = build(kind, config, policy, tmp_path, entropy=True)
+    batch = GroupBatch.from_groups(groups())
+    with torch.no_grad():
+        start = LogProbEngine(policy)(batch, entropy=True)
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05)
+        assert start.entropy is not None
+        assert start.logps is not None
+    found_logps, found = reference.token_stats(batch)
+    assert torch.allclose(found, start.entropy, atol=1e-5, rtol=0)
+    assert torch.allclose(found_logps, start.logps, atol=1e-5, rtol=0)
+    assert torch.equal(found_logps, reference.token_logps(batch))
+    assert not found.requires_grad
+    assert bool((found[~batch.scored] == 0).all())
+    assert float(found[batch.scored].min()) > 0
+
+
+def test_cached_entropies_are_read_again_and_go_with_their_rows(tmp_path: Path) -> None:
+    policy = load_policy(PolicyConfig())
+    first = build("cached", PolicyConfig(), policy, tmp_path, entropy=True)
+    Counting.calls = 0
+    again = Reference.build("cached", policy, PolicyConfig(), Counting, entropy=True)
+    again.precompute(batches(groups()[::-1]), tmp_path / "cache", {"max": 32})
+    assert Counting.calls == 0
+    shuffled = GroupBatch.from_groups([groups()[i] for i in (4, 0, 5)])
+    for a, b in zip(again.token_stats(shuffled), first.token_stats(shuffled), strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        entropy = LogProbEngine(policy)(shuffled, entropy=True).entropy
+    assert entropy is not None
+    assert torch.allclose(again.token_stats(shuffled)[1], entropy, atol=1e-5, rtol=0)
+
+
+def test_a_cache_without_entropies_says_so(tmp_path: Path) -> None:
+    """And its file is not taken for one with them."""
+    policy = load_policy(PolicyConfig())
+    without = build("cached", PolicyConfig(), policy, tmp_path)
+    with pytest.raises(UserError, match="has log-probs and no entropies; precompute both, or use copy"):
+        without.token_stats(GroupBatch.from_groups(groups()))
+    both = build("cached", PolicyConfig(), policy, tmp_path, entropy=True)
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
+    assert both.token_stats(GroupBatch.from_groups(groups()))[1].sum() > 0
+
+
 def test_unknown_rows_and_a_forgotten_precompute_are_named(tmp_path: Path) -> None:
     reference = build("cached", PolicyConfig(), load_policy(PolicyConfig()), tmp_path)
     new = Group(prompt=[1, 2], completions=[[5]], index=77)
