@@ -41,6 +41,7 @@ from alignment.randomness import derive
 from alignment.rewards import RewardSpec
 from alignment.rollout import completion_keys
 from alignment.routes import Routed, route, together
+from alignment.schedulable import Moved
 from alignment.tally import Tally
 from alignment.training import as_config, plain
 from alignment.update import Counts, total_norm
@@ -74,13 +75,14 @@ class HeadedMixin(OnlineMixin):
     Attributes:
         heads: the sub-policies and their fusion.
         dial: K shares of 1, the preference at evaluation; set it with `turn_dial`.
-        fusion_entropy: weight of the bonus for even fusion weights; a callback may move it.
+        fusion_entropy: weight of the bonus for even fusion weights, `fusion.entropy` among the schedulables.
         frozen: names of heads that do not step; a callback may change it.
         profile: adds up fusion weights by place in the completion; a callback may set it.
         only: the name of a head that all batches belong to until it is None again; a callback may change it.
     """
 
     heads: Heads
+    fusion_entropy = Moved("fusion.entropy")
 
     def __init__(
         self,
@@ -359,7 +361,6 @@ class HeadedMixin(OnlineMixin):
             "spec": plain(asdict(self.heads.spec)),
             "dial": list(self.dial),
             "steps": self.head_steps.state_dict(),
-            "entropy": {"configured": self.fusion_config.entropy, "now": self.fusion_entropy},
             "frozen": sorted(self.frozen),
             "only": self.only,
             "kl_skips": self.kl_skips,
@@ -375,8 +376,6 @@ class HeadedMixin(OnlineMixin):
             if then != now:
                 raise UserError(f"the heads of the checkpoint have {name} {then}, those of this run {now}; keep it")
         self.head_steps.load_state_dict(heads["steps"])
-        if heads["entropy"]["configured"] == self.fusion_config.entropy:
-            self.fusion_entropy = heads["entropy"]["now"]
         self.frozen, self.only, self.kl_skips = set(heads["frozen"]), heads["only"], heads["kl_skips"]
         if self.profile is not None and heads.get("profile") is not None:
             self.profile.load_state_dict(heads["profile"])

@@ -149,14 +149,19 @@ def lr_factor(step: int, config: OptimConfig, total_steps: float) -> float:
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * shape
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: float) -> LambdaLR:
-    """The schedule over optimizer steps. Raises ValueError when a falling schedule does not know where it ends."""
+def build_schedule(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: float, share: Callable[[], float] = lambda: 1.0
+) -> LambdaLR:
+    """The schedule over optimizer steps. Raises ValueError when a falling schedule does not know where it ends.
+
+    `share` is what the whole schedule is multiplied by, read at each step; when it changes, call `refresh`.
+    """
     if config.schedule != "constant" and not math.isfinite(total_steps):
         raise UserError(
             f"optim.schedule is '{config.schedule}' but the length of the run is unknown: set trainer.max_steps or "
             "trainer.max_epochs, or optim.schedule: constant"
         )
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config, total_steps))
+    return LambdaLR(optimizer, lambda step: share() * lr_factor(step, config, total_steps))
 
 
 def peak_lr(config: OptimConfig, batch_size: int | None) -> float:
@@ -173,7 +178,8 @@ def peak_lr(config: OptimConfig, batch_size: int | None) -> float:
 
 
 def refresh(optimizer: torch.optim.Optimizer, schedule: LambdaLR, weight_decay: float | None) -> None:
-    """After a resume: the rate this schedule has at the step reached, whatever schedule the checkpoint was made under.
+    """After a resume, or when something moved the rate: the rate this schedule has at the step reached, whatever it was
+    under the schedule before.
 
     With `weight_decay` also everything else that `build_optimizer` was given: torch keeps what the state brings (peak
     rate, decay, betas, eps), while settings given anew are the ones to use. None leaves those as they were saved.

@@ -66,6 +66,8 @@ class PenalisedMixin(PolicyMixin):
         self.temperature = temperature
         self.kl = KLPenalty(as_config(KLConfig, kl))
         self.entropy = EntropyTerm(as_config(EntropyConfig, entropy))
+        for strength in (self.kl.strength, self.entropy.strength):
+            self.schedulables.register(strength)
         self.reference_kind: OnlineReference = reference
         if reference not in (kinds := get_args(OnlineReference)):
             raise UserError(f"reference is '{reference}'; for sampled completions it is one of {', '.join(kinds)}")
@@ -146,7 +148,7 @@ class PenalisedMixin(PolicyMixin):
     def penalises(self) -> bool:
         """Whether `penalties` may be a part of the loss."""
         entropy = self.entropy
-        return bool(self.kl.in_loss or entropy.config.coefficient or entropy.controller or entropy.extra)
+        return bool(self.kl.in_loss or entropy.config.coefficient or entropy.controller or entropy.coefficient)
 
     def old_logps(self, batch: GroupBatch) -> Tensor:
         """[C] log-probs under the policy that sampled."""

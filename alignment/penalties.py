@@ -15,6 +15,7 @@ from alignment.controllers import AdaptiveEntropy, AdaptiveKL, FixedKL, KLContro
 from alignment.errors import UserError
 from alignment.full_kl import FullKL, Head, full_kl
 from alignment.kl import KL_ESTIMATORS, Estimator, token_kl
+from alignment.schedulable import Schedulable, of
 
 
 @dataclass(kw_only=True)
@@ -62,7 +63,7 @@ class EntropyConfig:
 
 
 class KLPenalty:
-    """The divergence under one KLConfig: estimator, place and coefficient.
+    """The divergence under one KLConfig: estimator, place and coefficient. `strength` is what may move the latter.
 
     Raises UserError for settings that contradict each other.
     """
@@ -71,6 +72,9 @@ class KLPenalty:
         self.config = config
         self.full = config.estimator in get_args(FullKL)
         self.controller = _kl_controller(config)
+        held = {} if config.target is None else {"follow": of(self.controller, "coefficient"), "writer": "kl.target"}
+        blocked = "" if self.needs_reference else "at 0 no reference is loaded; set kl.measure: true"
+        self.strength = Schedulable("kl.coefficient", config.coefficient, blocked=blocked, **held)
         self._estimator: Estimator = KL_ESTIMATORS.get("k3" if self.full else config.estimator)
         if config.place not in ("loss", "reward"):
             raise UserError(f"kl.place is '{config.place}'; it is loss or reward")
@@ -92,7 +96,7 @@ class KLPenalty:
 
     @property
     def coefficient(self) -> float:
-        return self.controller.coefficient
+        return float(self.strength.value)
 
     def sampled(self, logps: Tensor, ref_logps: Tensor, scored: Tensor, old_logps: Tensor | None = None) -> Tensor:
         """[C] nats from log-probs of the sampled tokens; see `alignment.kl.token_kl`. Under a full-vocabulary estimator
@@ -118,7 +122,7 @@ def _kl_controller(config: KLConfig) -> KLController:
 
 
 class EntropyTerm:
-    """The entropy bonus under one EntropyConfig."""
+    """The entropy bonus under one EntropyConfig. `strength` is what may move its coefficient."""
 
     def __init__(self, config: EntropyConfig) -> None:
         if config.keep is not None and not 0 < config.keep <= 1:
@@ -126,17 +130,18 @@ class EntropyTerm:
         if not 0 <= config.coefficient < math.inf:
             raise UserError(f"entropy.coefficient is {config.coefficient}; it must be at least 0, and finite")
         self.config = config
-        self.extra = 0.0  # a callback's, which keeps it
         self.controller: AdaptiveEntropy | None = None
+        held: dict[str, Any] = {}
         if config.target is not None:
             self.controller = AdaptiveEntropy(
                 target=config.target, step=config.step, largest=config.largest, value=config.coefficient
             )
+            held = {"follow": of(self.controller, "coefficient"), "writer": "entropy.target"}
+        self.strength = Schedulable("entropy.coefficient", config.coefficient, **held)
 
     @property
     def coefficient(self) -> float:
-        own = self.config.coefficient if self.controller is None else self.controller.coefficient
-        return own + self.extra
+        return float(self.strength.value)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.controller is None else dict(self.controller.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from alignment.batches import GroupBatch
 from alignment.headed import HeadedMixin
 from alignment.metrics import Metrics
 from alignment.optim import rescale
+from alignment.schedulable import LR, Schedulable
 from alignment.update import optimizer_of
 
 
 class SteeredMixin(HeadedMixin):
     """HeadedMixin with what `alignment.watching` says: `HasHeads`, `HasFeed`. Its arguments are those of HeadedMixin.
 
-    Factors belong to whoever sets them and are not in checkpoints: a run that goes on without its callback has none.
+    The learning rate of each head, as a multiple of `optim.lr`, is `optim.lr/NAME` among the schedulables.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -30,7 +31,9 @@ class SteeredMixin(HeadedMixin):
         self.clipped: dict[str, float] = {}
         self.feed: Callable[[GroupBatch], GroupBatch] | None = None
         self.entropy_possible = self.fusion_config.pool == "log_linear"
-        self._head_factors: dict[str, dict[str, float]] = {}
+        for name in self.weights:
+            apply = partial(self._apply_head_rate, name)
+            self.schedulables.register(Schedulable(f"{LR}/{name}", 1.0, apply=apply))
 
     # ------------------------------------------------------------------ what callbacks see
 
@@ -61,17 +64,17 @@ class SteeredMixin(HeadedMixin):
 
     def scale_head(self, name: str, cause: str, factor: float) -> None:
         """Multiply the learning rate of a head. Each cause has one factor, which replaces its last one."""
-        self._head_factors.setdefault(name, {})[cause] = factor
-        self._set_rate(name)
+        self.schedulables[f"{LR}/{name}"].scale(cause, factor)
 
-    def _set_rate(self, name: str) -> None:
+    def _apply_head_rate(self, name: str, value: float) -> None:
+        if self._trainer is None or not self._trainer.optimizers:
+            return
         schedule = self.lr_schedulers()
         assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
-        factor = self.head_steps.rate * prod(self._head_factors.get(name, {}).values())
         part = f"heads.subs.{self.heads.spec.names.index(name)}."
-        rescale(optimizer_of(self)[0].optimizer, schedule, part, factor)
+        rescale(optimizer_of(self)[0].optimizer, schedule, part, self.head_steps.rate * value)
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        for name in self.weights:  # callbacks have set theirs; what the checkpoint has of others goes
-            self._set_rate(name)
+        for name in self.weights:  # also of those whose factor has gone since the checkpoint
+            self.schedulables[f"{LR}/{name}"].apply()

@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from types import UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -29,6 +29,7 @@ from alignment.named import import_path
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
 from alignment.protocols import HasPurpose, SizedBatches
 from alignment.resume import rewind, settle, stand_at
+from alignment.schedulable import LR, Moved, Schedulable, Schedulables
 from alignment.stopping import droppable
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,13 @@ class TrainingMixin(L.LightningModule):
     """Settings of a base class that this one decides itself and does not take."""
 
     moving: ClassVar[tuple[str, ...]] = ()
-    """Attributes a callback may move during training (beta, ...): saved in the checkpoint, restored on resume."""
+    """Attributes that callbacks may move during training (beta, ...): plain to assign and to read, and behind that a
+    value of `schedulables`, which reads as what is in force."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls).get("moving", ()):
+            setattr(cls, name, Moved(name))
 
     def __init__(self, *, optim: OptimConfig, micro_batch_tokens: int | None) -> None:
         super().__init__()
@@ -85,6 +92,10 @@ class TrainingMixin(L.LightningModule):
         self.automatic_optimization = False
         self.optim = as_config(OptimConfig, optim)
         self.micro_batch_tokens = micro_batch_tokens
+        self.schedulables = Schedulables()
+        self._rate = self.schedulables.register(Schedulable(LR, self.optim.lr, apply=self._apply_rate))
+        self.before_batch: Callable[[GroupBatch], GroupBatch] | None = None  # a callback's: the batch to train on
+        self.last_metrics: Metrics = {}  # of this rank, of the last update
         self.batches_seen = 0
         self.guard = FiniteGuard()
         self.dropout_on = False
@@ -166,6 +177,9 @@ class TrainingMixin(L.LightningModule):
         engine.update(self, batch, loss_fn, keep_groups=keep_groups, counts=counts)
 
     def training_step(self, batch: GroupBatch, batch_idx: int) -> None:
+        if self.before_batch is not None:
+            batch = self.before_batch(batch)
+        self.note_values({f"schedule/{name}": value for name, value in self.schedulables.in_force().items()})
         if self.dropout_on:
             torch.manual_seed(randomness.derive(self.seed, "batch", self.batches_seen, distributed.rank()))
         with droppable(self):
@@ -184,6 +198,7 @@ class TrainingMixin(L.LightningModule):
             changed = self._saved_optim != plain(self.optim) or optimizer.defaults["lr"] != schedule.base_lrs[0]
             refresh(optimizer, schedule, self.optim.weight_decay if changed else None)
             self._saved_optim = None
+        self.schedulables.settle()  # callbacks have claimed theirs
 
     def on_train_epoch_end(self) -> None:
         self._log_training_window(epoch=True)
@@ -201,6 +216,7 @@ class TrainingMixin(L.LightningModule):
 
     def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
         """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""
+        self.last_metrics = metrics
         own = {k: v for k, v in metrics.items() if k != "loss"}  # of one update the exact loss is known
         self._train_window.update(own)
         self.note_values({"loss": loss, "grad_norm": grad_norm, "lr": lr})
@@ -268,7 +284,7 @@ class TrainingMixin(L.LightningModule):
         size = data.batch_size if isinstance(data, SizedBatches) else None
         rate = peak_lr(self.optim, size)
         optimizer = build_optimizer(self.named_parameters(), self.optim, rate, self.lr_factors())
-        schedule = build_schedule(optimizer, self.optim, self._total_steps())
+        schedule = build_schedule(optimizer, self.optim, self._total_steps(), self._rate_share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _total_steps(self) -> float:
@@ -279,6 +295,16 @@ class TrainingMixin(L.LightningModule):
             return self.trainer.max_steps
         return self.trainer.estimated_stepping_batches * self.updates_per_batch
 
+    def _rate_share(self) -> float:
+        """What callbacks have made of the configured learning rate; exactly 1 where nothing moves it."""
+        return float(self._rate.value) / self.optim.lr
+
+    def _apply_rate(self, value: float) -> None:
+        if self._trainer is not None and self._trainer.optimizers:
+            schedule = self.lr_schedulers()
+            assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
+            refresh(self._trainer.optimizers[0], schedule, None)
+
     def step_schedule(self) -> None:
         schedule = self.lr_schedulers()
         assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
@@ -288,12 +314,11 @@ class TrainingMixin(L.LightningModule):
 
     def training_state(self) -> dict[str, Any]:
         """Everything besides weights and moments that shapes training, JSON-able. Subclasses add to it."""
-        moving = {name: {"configured": self.hparams.get(name), "now": getattr(self, name)} for name in self.moving}
         return {
             "module": type(self).__name__,
             "batches_seen": self.batches_seen,
             "guard": self.guard.state_dict(),
-            "moving": moving,
+            "moving": self.schedulables.state_dict(),
             "window": self._train_window.state_dict(self.device),
         }
 
@@ -311,11 +336,7 @@ class TrainingMixin(L.LightningModule):
         self.batches_seen = int(state["batches_seen"])
         self.guard.load_state_dict(state["guard"])
         self._train_window.load_state_dict(state["window"])
-        for name, saved in state["moving"].items():
-            if self.hparams.get(name) == saved["configured"]:
-                setattr(self, name, saved["now"])
-            else:
-                log.warning("%s stays at %s as given; the checkpoint had %s", name, getattr(self, name), saved["now"])
+        self.schedulables.load_state_dict(state["moving"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[STATE_KEY] = self.training_state()

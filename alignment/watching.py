@@ -10,6 +10,7 @@ from alignment.head_config import FusionConfig
 from alignment.head_steps import HeadSteps
 from alignment.penalties import EntropyTerm
 from alignment.rewards import RewardSuite
+from alignment.schedulable import Schedulables
 
 
 @runtime_checkable
@@ -52,6 +53,7 @@ class HasHeads(HasMetrics, Protocol):
     weights: dict[str, float]
     fusion_config: FusionConfig
     fusion_entropy: float
+    schedulables: Schedulables
     frozen: set[str]
     only: str | None
     head_steps: HeadSteps
@@ -84,7 +86,7 @@ class HasEntropyBonus(Protocol):
     """A module with an entropy bonus: `alignment.penalised.PenalisedMixin`.
 
     Attributes:
-        entropy: the bonus; its `extra` is a callback's. entropy_possible: whether this policy can have one.
+        entropy: the bonus; callbacks move its `strength`. entropy_possible: whether this policy can have one.
     """
 
     entropy: EntropyTerm

@@ -14,6 +14,7 @@ from alignment.events import record_event
 from alignment.watching import HasHeads
 
 EMA = 0.9
+CAUSE = "fusion stability"
 
 
 class FusionStability(Callback):
@@ -54,6 +55,7 @@ class FusionStability(Callback):
                 f"{here} multiplies fusion.entropy, which is {config.entropy:g} in mode {config.mode}; it needs one "
                 "above 0 and mode joint"
             )
+        pl_module.schedulables["fusion.entropy"].claim(CAUSE)
 
     def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None:
         assert isinstance(module, HasHeads)
@@ -64,11 +66,12 @@ class FusionStability(Callback):
         if now.keys() == before.keys():
             change = sum(abs(now[name] - before[name]) for name in now)
             self.jitter = EMA * self.jitter + (1 - EMA) * change
-        if self.jitter > self.limit and not self._rest and module.fusion_entropy < self.largest:
-            raised = min(module.fusion_entropy * self.factor, self.largest)
-            text = f"fusion weights jump by {self.jitter:.2g} an update: fusion.entropy {module.fusion_entropy:.3g} -> "
-            record_event(trainer, "fusion_stability", f"{text}{raised:.3g}")
-            module.fusion_entropy, self._rest = raised, self.cooldown + 1
+        if self.jitter > self.limit and not self._rest and 0 < module.fusion_entropy < self.largest:
+            before, bonus = module.fusion_entropy, module.schedulables["fusion.entropy"]
+            bonus.scale(CAUSE, min(bonus.factor(CAUSE) * self.factor, self.largest / bonus.without(CAUSE)))
+            self._rest = self.cooldown + 1
+            text = f"fusion weights jump by {self.jitter:.2g} an update: fusion.entropy {before:.3g} -> "
+            record_event(trainer, "fusion_stability", f"{text}{module.fusion_entropy:.3g}")
         module.note_values({"fusion/jitter": self.jitter, "fusion/entropy_coefficient": module.fusion_entropy})
 
     def state_dict(self) -> dict[str, Any]:

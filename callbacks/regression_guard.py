@@ -14,6 +14,9 @@ from alignment.events import record_event
 from alignment.watching import HasEntropyBonus
 
 
+CAUSE = "regression guard"
+
+
 class RegressionGuard(Callback):
     """A validation score well below its best for some evaluations in a row: the entropy bonus of the policy rises.
 
@@ -58,7 +61,8 @@ class RegressionGuard(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, HasEntropyBonus)
-        pl_module.entropy.extra = self.added
+        if self.added:
+            pl_module.entropy.strength.add(CAUSE, self.added)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -82,7 +86,7 @@ class RegressionGuard(Callback):
         if self.added >= self.largest:
             return
         self.added = min(self.added + self.step, self.largest)
-        module.entropy.extra = self.added
+        module.entropy.strength.add(CAUSE, self.added)
         record_event(
             trainer,
             "regression_guard",

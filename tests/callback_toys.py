@@ -14,6 +14,7 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.head_config import FusionConfig
 from alignment.head_steps import HeadSteps
 from alignment.penalties import EntropyConfig, EntropyTerm
+from alignment.schedulable import Moved, Schedulables
 from tests.loops import Rows
 from tests.rl_toys import prompts
 from tests.toys import FixedData, trainer
@@ -36,9 +37,12 @@ class Trained(SimpleNamespace):
 class Headed:
     """A module with heads a, b, ... of equal weight."""
 
+    fusion_entropy = Moved("fusion.entropy")
+
     def __init__(self, *names: str, every: int = 1) -> None:
         self.weights = dict.fromkeys(names, 1.0)
         self.fusion_config = FusionConfig()
+        self.schedulables = Schedulables()
         self.fusion_entropy = self.fusion_config.entropy
         self.frozen: set[str] = set()
         self.only: str | None = None
