@@ -142,6 +142,48 @@ class AdaptiveEntropy:
         self.value, self.low = _number(state["value"]), bool(state["low"])
 
 
+@dataclass(kw_only=True)
+class Plateau:
+    """Says when a score has stopped getting better: `patience` measurements in a row without a new best, and again
+    after as many more. The best stays what it is.
+
+    Args:
+        patience: measurements. min_delta: a score this much above the best one is better.
+    """
+
+    patience: int = 3
+    min_delta: float = 0.0
+    best: float | None = None
+    bad: int = 0
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or not 0 <= self.min_delta < math.inf:
+            raise UserError(
+                f"a plateau needs a patience of at least 1 and a min_delta of at least 0, got {self.patience} and "
+                f"{self.min_delta}"
+            )
+
+    def update(self, score: float) -> bool:
+        """Take in a score, more is better. Whether there is a plateau."""
+        if not math.isfinite(score):
+            return False
+        if self.best is None or score > self.best + self.min_delta:
+            self.best, self.bad = score, 0
+            return False
+        self.bad += 1
+        if self.bad < self.patience:
+            return False
+        self.bad = 0
+        return True
+
+    def state_dict(self) -> State:
+        return {"best": self.best, "bad": float(self.bad)}
+
+    def load_state_dict(self, state: Mapping[str, float | bool | None]) -> None:
+        self.best = None if state["best"] is None else _number(state["best"])
+        self.bad = int(_number(state["bad"]))
+
+
 def _number(value: float | bool | None) -> float:
     assert value is not None, "a controller's state holds a number here"
     return float(value)

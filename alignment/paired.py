@@ -24,6 +24,7 @@ from alignment.metrics import Metrics
 from alignment.module import PolicyMixin
 from alignment.pair_losses import PairLogRatios
 from alignment.pair_objective import PairObjective
+from alignment.pairs import pair_gaps
 from alignment.update import Counts, group_weights
 
 Weighting = Literal["wpo"]
@@ -119,6 +120,10 @@ class PairedMixin(PolicyMixin):
             "delta": weighted(pairs.delta, weights),
             "beta": weighted(beta * torch.ones_like(weights), weights),
         }
+
+    def preference_gaps(self, batch: GroupBatch) -> Tensor:
+        """[P] delta of each pair, without gradient; of a batch of any size."""
+        return pair_gaps(batch, self.policy, self.engine, self.log_ratios, self.micro_batch_tokens)
 
     # ------------------------------------------------------------------ the whole batch
 
@@ -216,9 +221,17 @@ class ReferenceFreeMixin(PairedMixin):
         self.beta, self.label_smoothing = beta, label_smoothing
 
     def pair_metrics(self, micro: GroupBatch, pairs: PairLogRatios, logps: Tensor) -> Metrics:
-        if self.means:
-            pairs = pairs_of(micro, logps / micro.scored_lengths().clamp(min=1)[micro.row_of()])
-        return super().pair_metrics(micro, pairs, logps)
+        return super().pair_metrics(micro, self.rewarded(micro, logps) if self.means else pairs, logps)
+
+    def preference_gaps(self, batch: GroupBatch) -> Tensor:
+        """[P] delta of each pair as rewards see it, without gradient; of a batch of any size."""
+        return pair_gaps(batch, self.policy, self.engine, self.rewarded, self.micro_batch_tokens)
+
+    def rewarded(self, micro: GroupBatch, logps: Tensor) -> PairLogRatios:
+        """What rewards are beta times: sums or means of log-probs [C]."""
+        if not self.means:
+            return self.log_ratios(micro, logps)
+        return pairs_of(micro, logps / micro.scored_lengths().clamp(min=1)[micro.row_of()])
 
     def log_ratios(self, micro: GroupBatch, logps: Tensor) -> PairLogRatios:
         """Log-probs [C] themselves, as if every completion were as likely under a reference."""

@@ -72,7 +72,9 @@ class KLPenalty:
         self.config = config
         self.full = config.estimator in get_args(FullKL)
         self.controller = _kl_controller(config)
-        held = {} if config.target is None else {"follow": of(self.controller, "coefficient"), "writer": "kl.target"}
+        held: dict[str, Any] = {}
+        if config.target is not None:
+            held = {"follow": of(self.controller, "coefficient"), "writer": "kl.target"}
         blocked = "" if self.needs_reference else "at 0 no reference is loaded; set kl.measure: true"
         self.strength = Schedulable("kl.coefficient", config.coefficient, blocked=blocked, **held)
         self._estimator: Estimator = KL_ESTIMATORS.get("k3" if self.full else config.estimator)

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import lightning as L
+import numpy as np
 
 from alignment.batches import Group
+from alignment.schedulable import Schedulables
 
 
 @runtime_checkable
@@ -63,3 +65,38 @@ class FiniteGroups(Protocol):
     """A data module whose rows are all known after `setup`: the reference's log-probs can be computed once, ahead."""
 
     def groups(self, split: Literal["train", "val", "test", "predict"]) -> Sequence[Group]: ...
+
+
+class Rows(Protocol):
+    """Rows that say what they hold: `datamodules.store.GroupStore`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> Group: ...
+
+    def values(self, name: str) -> np.ndarray | None:
+        """[P] a named number of each row; None where rows have none."""
+        ...
+
+    def columns(self) -> Sequence[Mapping[str, object]]:
+        """P mappings: the rows' other values."""
+        ...
+
+
+@runtime_checkable
+class PlansData(Protocol):
+    """A data module whose mix and rows in use may move during training: `datamodules.base.GroupData`.
+
+    Attributes:
+        schedulables: `data.fraction`, and `data.mix.NAME` of each stratum or source.
+    """
+
+    schedulables: Schedulables
+
+    def plan(self) -> None:
+        """They are going to. Call it in a callback's `setup`. Raises UserError where they cannot."""
+
+    def freeze(self, confidence: np.ndarray) -> None:
+        """[n]: from now on the rows in use are those of the highest confidence."""
+
+    def groups(self, split: Literal["train", "val", "test", "predict"]) -> Rows: ...

@@ -31,6 +31,10 @@ class SteeredMixin(HeadedMixin):
         self.clipped: dict[str, float] = {}
         self.feed: Callable[[GroupBatch], GroupBatch] | None = None
         self.entropy_possible = self.fusion_config.pool == "log_linear"
+        if not self.entropy_possible:
+            self.entropy.strength.blocked = "fusion.pool=linear has no entropy bonus"
+        if self.fusion_config.mode != "joint":
+            self.schedulables["fusion.entropy"].blocked = "the fusion is not trained"
         for name in self.weights:
             apply = partial(self._apply_head_rate, name)
             self.schedulables.register(Schedulable(f"{LR}/{name}", 1.0, apply=apply))

@@ -179,11 +179,12 @@ class TrainingMixin(L.LightningModule):
     def training_step(self, batch: GroupBatch, batch_idx: int) -> None:
         if self.before_batch is not None:
             batch = self.before_batch(batch)
-        self.note_values({f"schedule/{name}": value for name, value in self.schedulables.in_force().items()})
+        in_force = {f"schedule/{name}": value for name, value in self.schedulables.in_force().items()}
         if self.dropout_on:
             torch.manual_seed(randomness.derive(self.seed, "batch", self.batches_seen, distributed.rank()))
         with droppable(self):
             self.train_batch(batch)
+        self.note_values(in_force)
         # Here and not in a hook: callbacks save at the end of the batch, before the module's own hook runs.
         self.batches_seen += 1
         if (self.trainer.fit_loop.total_batch_idx + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]

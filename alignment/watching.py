@@ -1,16 +1,19 @@
-"""What callbacks that watch several rewards see of a module, and what they may change. Checked with `isinstance`."""
+"""What callbacks see of a module, and what they may change. Checked with `isinstance`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from alignment.batches import GroupBatch
 from alignment.head_config import FusionConfig
 from alignment.head_steps import HeadSteps
+from alignment.metrics import Metrics
 from alignment.penalties import EntropyTerm
 from alignment.rewards import RewardSuite
-from alignment.schedulable import Schedulables
+from alignment.schedulable import HasSchedulables, Schedulables
 
 
 @runtime_checkable
@@ -19,6 +22,32 @@ class HasMetrics(Protocol):
 
     def note_values(self, values: Mapping[str, float]) -> None:
         """Metrics of the update or batch under way, the same on every rank."""
+
+
+@runtime_checkable
+class HasLastMetrics(HasSchedulables, Protocol):
+    """A module that keeps the metrics of its last update, of this rank: `alignment.training.TrainingMixin`."""
+
+    last_metrics: Metrics
+
+
+@runtime_checkable
+class HasPairs(HasSchedulables, Protocol):
+    """A module that learns from preference pairs against a reference: `modules.DPO`.
+
+    Attributes:
+        before_batch: asked at the beginning of each training step: (the data's batch) -> the batch to train on. None:
+            the data's. seed: of the run.
+    """
+
+    before_batch: Callable[[GroupBatch], GroupBatch] | None
+
+    @property
+    def seed(self) -> int: ...
+
+    def preference_gaps(self, batch: GroupBatch) -> Tensor:
+        """[P] delta of each pair, in nats, without gradient; of a batch of any size."""
+        ...
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """One callback per file, each importable as `callbacks.Name`."""
 
 from callbacks.checkpoint import Checkpoint
+from callbacks.dynamic_beta import BatchBeta, PlateauBeta, TargetKL
 from callbacks.focus_reward import FocusReward
 from callbacks.fusion_stability import FusionStability
 from callbacks.gradient_norm_ratio import GradientNormRatio
@@ -12,14 +13,17 @@ from callbacks.regression_guard import RegressionGuard
 from callbacks.reward_figures import RewardFigures
 from callbacks.samples import Samples
 from callbacks.signals import Signals
+from callbacks.stages import Stages
 from callbacks.stalled_head import StalledHead
 
 __all__ = [
+    "BatchBeta",
     "Checkpoint",
     "FocusReward",
     "FusionStability",
     "GradientNormRatio",
     "OnlineHeadUpdate",
+    "PlateauBeta",
     "Predictions",
     "PreferenceDial",
     "Progress",
@@ -27,5 +31,7 @@ __all__ = [
     "RewardFigures",
     "Samples",
     "Signals",
+    "Stages",
     "StalledHead",
+    "TargetKL",
 ]

@@ -67,10 +67,10 @@ class FusionStability(Callback):
             change = sum(abs(now[name] - before[name]) for name in now)
             self.jitter = EMA * self.jitter + (1 - EMA) * change
         if self.jitter > self.limit and not self._rest and 0 < module.fusion_entropy < self.largest:
-            before, bonus = module.fusion_entropy, module.schedulables["fusion.entropy"]
+            had, bonus = module.fusion_entropy, module.schedulables["fusion.entropy"]
             bonus.scale(CAUSE, min(bonus.factor(CAUSE) * self.factor, self.largest / bonus.without(CAUSE)))
             self._rest = self.cooldown + 1
-            text = f"fusion weights jump by {self.jitter:.2g} an update: fusion.entropy {before:.3g} -> "
+            text = f"fusion weights jump by {self.jitter:.2g} an update: fusion.entropy {had:.3g} -> "
             record_event(trainer, "fusion_stability", f"{text}{module.fusion_entropy:.3g}")
         module.note_values({"fusion/jitter": self.jitter, "fusion/entropy_coefficient": module.fusion_entropy})
 

@@ -13,7 +13,6 @@ from alignment.errors import UserError
 from alignment.events import record_event
 from alignment.watching import HasEntropyBonus
 
-
 CAUSE = "regression guard"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import lightning as L
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -15,13 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from alignment import distributed
 from alignment.chat import Template, TrainOn
 from alignment.errors import UserError
+from alignment.schedulable import Schedulable, Schedulables
+from alignment.stages import FRACTION, MIX
+from alignment.training import as_config
 from datamodules.formats import Purpose
+from datamodules.grading import Grades
 from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader
+from datamodules.planned import Draws, MixConfig, PlannedOrder
 from datamodules.prepare import OnBadRow, Recipe
 from datamodules.reading import WORLD
 from datamodules.rows import RowReport
 from datamodules.splits import Place, Split, Splits
 from datamodules.store import GroupStore
+from datamodules.strata import DifficultyStratifiedBatchSampler
 
 _STAGES: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "val"),
@@ -78,6 +88,7 @@ class GroupData(L.LightningDataModule):
         cache_dir: where tokenised rows are kept. Null: nowhere.
         tokenizer: None takes the module's.
         train_on: "last" trains on the last assistant turn, "all" on every one (supervised rows).
+        mix: shares of several sources, languages or domains in every batch, by a data column.
     """
 
     purpose: ClassVar[Purpose]
@@ -118,8 +129,19 @@ class GroupData(L.LightningDataModule):
         cache_dir: str | None = ".cache/data",
         tokenizer: PreTrainedTokenizerBase | None = None,
         train_on: TrainOn = "last",
+        mix: MixConfig | None = None,
     ) -> None:
         super().__init__()
+        self.mix = None if mix is None else as_config(MixConfig, mix)
+        if self.mix is not None:
+            self.required_columns = (*self.required_columns, self.mix.column)
+            if length_aware:
+                raise UserError("length_aware: true would undo the mix; leave one of them out")
+        self.schedulables = Schedulables()
+        self.schedulables.register(Schedulable(FRACTION, 1.0))
+        self._register_mix({} if self.mix is None else self.mix.ratio)
+        self._planned = False
+        self._draws: Draws | None = None
         if not 0.0 <= val_fraction < 1.0:
             raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
         for name, value in (("batch_size", batch_size), ("max_rows", max_rows), ("max_eval_rows", max_eval_rows)):
@@ -164,6 +186,10 @@ class GroupData(L.LightningDataModule):
             ),
         )
 
+    def _register_mix(self, ratio: Mapping[str, float]) -> None:
+        for name, share in ratio.items():
+            self.schedulables.register(Schedulable(MIX + name, share))
+
     # ------------------------------------------------------------------ what there is
 
     @property
@@ -196,7 +222,10 @@ class GroupData(L.LightningDataModule):
     def fingerprint(self) -> str | None:
         """sha256 over everything that made the training rows (source, tokenizer, settings that shape them); None before
         they are read."""
-        return self._splits.fingerprint
+        base = self._splits.fingerprint
+        if base is None or self.mix is None:
+            return base
+        return hashlib.sha256(json.dumps([base, asdict(self.mix)]).encode()).hexdigest()
 
     def dataset_inputs(self) -> list[DatasetInfo]:
         """The splits loaded so far, for the tracker."""
@@ -239,10 +268,16 @@ class GroupData(L.LightningDataModule):
     def predict_dataloader(self) -> StatefulLoader:
         return self._loader("predict")
 
-    def state_dict(self) -> dict[str, str | None]:
-        return {"fingerprint": self.fingerprint}
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"fingerprint": self.fingerprint}
+        if self._planned:
+            state |= {"moving": self.schedulables.state_dict(), "draws": self.draws.state_dict()}
+        return state
 
-    def load_state_dict(self, state_dict: dict[str, str | None]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._planned and "draws" in state_dict:
+            self.schedulables.load_state_dict(state_dict["moving"])
+            self.draws.load_state_dict(state_dict["draws"])
         if self.fingerprint is not None and state_dict["fingerprint"] != self.fingerprint:
             rank_zero_warn(
                 "The data differ from those the checkpoint was trained on: rows, tokenizer or limits changed."
@@ -253,14 +288,54 @@ class GroupData(L.LightningDataModule):
     ) -> BatchOrder:
         """The order of a split's batches for one rank; subclasses may have another for training."""
         train = split == "train"
+        sampler = SampleOrder(len(store), seed=seed, shuffle=shuffle)
+        share: dict[str, Any] = {"batch_size": self.batch_size, "rank": rank, "world_size": world_size}
+        if train and self._planned:
+            self.draws.shuffle = shuffle
+            return PlannedOrder(sampler, self.draws, **share)
+        if train and self.mix is not None:
+            grades, ratio = Grades(self.mix.labels(store)), list(self.mix.ratio.values())
+            return DifficultyStratifiedBatchSampler(
+                sampler, grades, ratio=ratio, exhausted=self.mix.exhausted, drop_last=self.drop_last, **share
+            )
         return BatchOrder(
-            SampleOrder(len(store), seed=seed, shuffle=shuffle),
-            batch_size=self.batch_size,
-            rank=rank,
-            world_size=world_size,
+            sampler,
+            **share,
             drop_last=self.drop_last and train,
             lengths=store.tokens() if self.length_aware and train else None,
         )
+
+    # ------------------------------------------------------------------ what a callback steers
+
+    def plan(self) -> None:
+        """Let the mix and the rows in use move during training, by `schedulables` and `draws`. Call it in a callback's
+        `setup`. Raises UserError for settings under which they cannot."""
+        if self.num_workers:
+            raise UserError("a mix or a curriculum that moves needs batches made one by one: set num_workers to 0")
+        if self.length_aware:
+            raise UserError("length_aware: true would undo a mix or a curriculum that moves; leave one of them out")
+        if self.mix is not None and self.mix.exhausted == "stop":
+            raise UserError("exhausted: stop needs a mix that stays; with one that moves use reshuffle")
+        self._planned = True
+
+    @property
+    def draws(self) -> Draws:
+        """Which training rows come next, where that moves."""
+        if self._draws is None:
+            labels, names = self._strata()
+            self._draws = Draws(labels, names, self.schedulables, seed=self.order_seed, shuffle=self.shuffle)
+        return self._draws
+
+    def freeze(self, confidence: np.ndarray) -> None:
+        """See `datamodules.planned.Draws`."""
+        self.draws.freeze(confidence)
+
+    def _strata(self) -> tuple[np.ndarray, list[str]]:
+        """([n] what each training row belongs to, the names of that)."""
+        store = self.groups("train")
+        if self.mix is None:
+            return np.zeros(len(store), dtype=np.int64), []
+        return self.mix.labels(store), list(self.mix.ratio)
 
     @property
     def order_seed(self) -> int:

@@ -110,6 +110,9 @@ class BatchOrder:
         for batch in self.global_batches()[start:]:
             yield self.share(batch)
 
+    def put_back(self) -> None:
+        """The batch given last was not used. Nothing to do where the position says it all."""
+
     def share(self, batch: list[int]) -> list[int]:
         """This rank's part of a batch."""
         return batch[self._rank :: self._world_size]
@@ -187,6 +190,7 @@ class StatefulLoader:
         all the same; this is for a run that saves its state and leaves."""
         assert self._batches > 0, "no batch has been given in this epoch"
         self._batches -= 1
+        self.batch_sampler.put_back()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from `state`. Raises UserError in the middle of an epoch of other data, order or batch size, where no

@@ -75,6 +75,10 @@ class PromptData(GroupData):
         if self.strata is not None and self.strata.source is not None:
             self.required_columns = (self.strata.source,)
         super().__init__(path, max_completion_tokens=None, max_tokens=None, train_on="last", **settings)
+        if self.strata is not None and self.mix is not None:
+            raise UserError("strata and mix would both decide the mix of a batch; leave one of them out")
+        if self.strata is not None and self.strata.order == "mix":
+            self._register_mix(self.strata.ratio)
         if self.strata is not None and self.strata.order == "mix" and self.length_aware:
             raise UserError("length_aware: true would undo strata.order: mix; leave one of them out")
         if self.strata is not None and self.strata.regrade_every is not None and self.num_workers:
@@ -129,11 +133,25 @@ class PromptData(GroupData):
 
     # ------------------------------------------------------------------ order
 
+    def plan(self) -> None:
+        strata = self.strata
+        if strata is not None and (strata.order == "curriculum" or strata.exhausted == "stop"):
+            raise UserError(
+                f"strata.order is {strata.order} and strata.exhausted {strata.exhausted}; a mix or a curriculum that "
+                "moves needs order mix or shuffle, and reshuffle"
+            )
+        super().plan()
+
+    def _strata(self) -> tuple[np.ndarray, list[str]]:
+        if self.strata is None or self.strata.order != "mix":
+            return super()._strata()
+        return self.grades.labels, self.strata.names
+
     def batch_order(
         self, split: Split, store: GroupStore, *, seed: int, shuffle: bool, rank: int, world_size: int
     ) -> BatchOrder:
         order = super().batch_order(split, store, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size)
-        if split != "train" or self.strata is None or self.strata.order == "shuffle":
+        if split != "train" or self.strata is None or self.strata.order == "shuffle" or self._planned:
             return order
         if self.strata.order == "curriculum":
             order.sampler = CurriculumOrder(self.grades.labels, seed=seed, shuffle=shuffle)
@@ -203,6 +221,8 @@ class PromptData(GroupData):
         return out
 
     def _members(self, name: str, store: GroupStore) -> np.ndarray:
+        if self._planned and (self.strata is None or self.strata.order == "mix"):
+            return self.draws.in_use(0 if self.strata is None else self.strata.names.index(name))
         if self.strata is None:
             return np.arange(len(store))
         return np.flatnonzero(self.grades.labels == self.strata.names.index(name))

@@ -107,6 +107,11 @@ class GroupStore(Sequence[Group]):
         """[P] digests of the prompts' text."""
         return self._arrays["prompt_key"][self._order]
 
+    def values(self, name: str) -> np.ndarray | None:
+        """[P] the named value of each group's first completion; None where the rows have none."""
+        found = self._arrays.get(f"rows.{name}")
+        return None if found is None else found[self._row[self._order]]
+
     def columns(self) -> list[Mapping[str, Any]]:
         """P mappings: the groups' other values."""
         return [self._columns[p] for p in self._order.tolist()]

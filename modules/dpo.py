@@ -47,7 +47,8 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
     """Trains a policy on preference pairs. `predict` writes log-probs and rewards of both sides of each pair.
 
     Metrics: `loss`, `rewards/chosen` (beta c), `rewards/rejected` (beta j), `rewards/margins`, `rewards/accuracies`
-    (c > j, strict), `logps/chosen`, `logps/rejected` (summed, nats), `delta` (comparable across beta), `beta`; with
+    (c > j, strict), `logps/chosen`, `logps/rejected` (summed, nats), `delta` (comparable across beta), `beta`,
+    `kl/data` (c^2 / 2 and j^2 / 2, nats per completion: k2 on the data, a KL only where the policy wrote them); with
     `sft_weight` also `loss/dpo` and `loss/sft`; of a mix `loss/NAME` of each; with weighting `wpo/weight`.
 
     Args:
@@ -139,6 +140,10 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
             reference_delta=chosen - rejected,
             chosen_nll=-micro.pair(micro.sum_tokens(logps))[0],
         )
+
+    def pair_metrics(self, micro: GroupBatch, pairs: PairLogRatios, logps: Tensor) -> Metrics:
+        distance = (pairs.chosen**2 + pairs.rejected**2) / 4
+        return super().pair_metrics(micro, pairs, logps) | {"kl/data": weighted(distance, group_weights(micro))}
 
     def predict_step(self, batch: GroupBatch, batch_idx: int) -> list[dict[str, Any]]:
         logps = self.engine(batch).logps

@@ -1,0 +1,37 @@
+"""The preference that a policy has itself between the completions of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from alignment.batches import GroupBatch
+from alignment.logprobs import LogProbEngine, evaluating
+from alignment.pair_losses import PairLogRatios
+
+PLACE = "place"
+
+
+@torch.no_grad()
+def pair_gaps(
+    batch: GroupBatch,
+    policy: nn.Module,
+    engine: LogProbEngine,
+    log_ratios: Callable[[GroupBatch, Tensor], PairLogRatios],
+    max_tokens: int | None,
+) -> Tensor:
+    """[P] delta of each pair in nats, without gradient, as evaluation sees the policy (no dropout).
+
+    Args:
+        batch: any number of pairs, read in micro-batches of at most `max_tokens` tokens.
+        log_ratios: (pairs, the policy's token log-probs [C]) -> policy against reference.
+    """
+    gaps = torch.zeros(batch.num_prompts, device=batch.device)
+    with evaluating(policy):
+        for micro in batch.with_rows(**{PLACE: batch.group_of}).split(max_tokens):
+            logps = engine(micro).logps
+            assert logps is not None
+            gaps[micro.pair(micro.rows[PLACE])[0]] = log_ratios(micro, logps).delta.float()
+    return gaps

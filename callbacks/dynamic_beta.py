@@ -1,0 +1,297 @@
+"""Beta that follows what training shows: a plateau of a score, the gaps of a batch's pairs, a distance to hold.
+
+Each is one factor on a value of the module (`alignment.schedulable`), so that they go together with each other and with
+callbacks.Stages: beta = what the stage says x plateau x batch x distance.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from alignment import distributed
+from alignment.batches import GroupBatch
+from alignment.controllers import AdaptiveKL, Plateau
+from alignment.errors import UserError
+from alignment.events import record_event
+from alignment.pair_beta import PairBeta
+from alignment.schedulable import HasSchedulables, Schedulable
+from alignment.watching import HasLastMetrics, HasPairs
+
+KL = "kl.coefficient"
+
+
+def strength(module: L.LightningModule, value: str | None, here: str) -> Schedulable:
+    """What holds the policy to its reference: `value`, else the module's beta, else its KL coefficient."""
+    if not isinstance(module, HasSchedulables):
+        raise UserError(f"{here} is for this project's modules, not for a {type(module).__name__}; leave it out")
+    known = module.schedulables
+    name = value or next((name for name in ("beta", KL) if name in known), None)
+    if name is None:
+        raise UserError(f"{here}: a {type(module).__name__} has neither beta nor {KL}; leave the callback out")
+    return known.find(name, here)
+
+
+class PlateauBeta(Callback):
+    """Lowers beta when a validation score has not got better for some epochs: beta is multiplied, down to a floor.
+
+    Event `plateau_beta`. It needs validation data.
+
+    Args:
+        monitor: the score. Null: `val/rewards/accuracies` where there is beta, `val/reward` where rewards are.
+        mode: whether more (`max`) or less (`min`) is better.
+        factor: what beta is multiplied by, each time.
+        patience: epochs in a row without a new best, and as many again after each fall.
+        min_delta: a score this much better than the best one is a new best.
+        floor: a fall does not take beta below this.
+        every: `epoch` counts epochs, each by the best of its validations; `check` counts validations.
+        value: what is multiplied. Null: `beta`, or `kl.coefficient` for modules that sample.
+    """
+
+    def __init__(
+        self,
+        monitor: str | None = None,
+        mode: Literal["max", "min"] = "max",
+        factor: float = 0.8,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        floor: float = 0.01,
+        every: Literal["epoch", "check"] = "epoch",
+        value: str | None = None,
+    ) -> None:
+        here = "callbacks.PlateauBeta"
+        if not 0 < factor < 1 or not 0 <= floor < math.inf:
+            raise UserError(f"{here}: factor is {factor} and floor {floor}; they are between 0 and 1, and at least 0")
+        if mode not in ("max", "min") or every not in ("epoch", "check"):
+            raise UserError(f"{here}: mode is '{mode}' and every '{every}'; they are max or min, and epoch or check")
+        self.monitor, self.mode, self.factor, self.floor = monitor, mode, factor, floor
+        self.every, self.value = every, value
+        self.plateau = Plateau(patience=patience, min_delta=min_delta)
+        self._best_of_epoch: float | None = None
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(value=self.value)
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._value(pl_module).claim(self._cause)
+
+    @property
+    def _cause(self) -> str:
+        return "plateau"
+
+    def _value(self, module: L.LightningModule) -> Schedulable:
+        return strength(module, self.value, "callbacks.PlateauBeta")
+
+    def _watched(self, module: L.LightningModule) -> str:
+        if self.monitor is not None:
+            return self.monitor
+        return "val/rewards/accuracies" if isinstance(module, HasPairs) else "val/reward"
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        score = watched(trainer, self._watched(pl_module), "callbacks.PlateauBeta")
+        score = score if self.mode == "max" else -score
+        if trainer.sanity_checking or not math.isfinite(score):
+            return
+        if self.every == "check":
+            self._feed(trainer, pl_module, score)
+        else:
+            self._best_of_epoch = score if self._best_of_epoch is None else max(score, self._best_of_epoch)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        score, self._best_of_epoch = self._best_of_epoch, None
+        if score is not None:
+            self._feed(trainer, pl_module, score)
+
+    def _feed(self, trainer: L.Trainer, module: L.LightningModule, score: float) -> None:
+        if not self.plateau.update(score):
+            return
+        beta = self._value(module)
+        before, others = float(beta.value), beta.without(self._cause)
+        lowest = self.floor / others if others > 0 else 0.0
+        now = max(beta.factor(self._cause) * self.factor, min(lowest, beta.factor(self._cause)))
+        beta.scale(self._cause, now)
+        times = "epochs" if self.every == "epoch" else "validations"
+        best = self.plateau.best if self.mode == "max" or self.plateau.best is None else -self.plateau.best
+        record_event(
+            trainer,
+            "plateau_beta",
+            f"{self._watched(module)} has not got better than {best:.4g} for {self.plateau.patience} {times}: "
+            f"{beta.name} {before:.4g} -> {beta.value:.4g}",
+        )
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"plateau": self.plateau.state_dict(), "best_of_epoch": self._best_of_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.plateau.load_state_dict(state_dict["plateau"])
+        self._best_of_epoch = state_dict["best_of_epoch"]
+
+
+class BatchBeta(Callback):
+    """beta-DPO (Wu et al. 2024, arXiv 2407.08639): leaves out the pairs whose gap is unusual, and gives each batch a
+    beta by the gaps of the others. See `alignment.pair_beta`.
+
+    It costs a pass of the model over the batch without gradient, and spares both passes of the pairs left out.
+    Validation is under beta without this factor. Metrics: `beta_dpo/mean`, `beta_dpo/deviation` (the moving averages,
+    nats), `beta_dpo/kept`. It needs a module of preference pairs (modules.DPO).
+
+    Args:
+        alpha: how strongly beta follows the gaps, per nat.
+        drop: share of the pairs left out.
+        momentum: share of the old value in the moving averages.
+        smallest: lower bound of a batch's beta.
+    """
+
+    def __init__(self, alpha: float = 0.6, drop: float = 0.2, momentum: float = 0.9, smallest: float = 1e-3) -> None:
+        if not 0 < smallest < math.inf:
+            raise UserError(f"callbacks.BatchBeta: smallest is {smallest}; it is above 0")
+        self.rule = PairBeta(alpha=alpha, drop=drop, momentum=momentum)
+        self.smallest = smallest
+        self._trainer: L.Trainer | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, HasPairs):
+            raise UserError(
+                f"callbacks.BatchBeta needs a module of preference pairs (modules.DPO), not a "
+                f"{type(pl_module).__name__}; leave the callback out"
+            )
+        pl_module.schedulables.find("beta", "callbacks.BatchBeta").claim(self._cause)
+        if stage == "fit":
+            if pl_module.before_batch is not None:
+                raise UserError("callbacks.BatchBeta: something else chooses the batches already; leave one out")
+            self._trainer = trainer
+            pl_module.before_batch = self._choose
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if isinstance(pl_module, HasPairs) and pl_module.before_batch == self._choose:
+            pl_module.before_batch = None
+
+    @property
+    def _cause(self) -> str:
+        return "batch"
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.on_train_batch_end(trainer, pl_module)  # a checkpoint may have been made before its batch had ended
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        assert isinstance(pl_module, HasPairs)
+        pl_module.schedulables["beta"].unscale(self._cause)
+
+    def _choose(self, batch: GroupBatch) -> GroupBatch:
+        """The pairs of this rank that count, with beta set. A collective."""
+        assert self._trainer is not None
+        module = self._trainer.lightning_module
+        assert isinstance(module, HasPairs)
+        names = torch.where(batch.group_index >= 0, batch.group_index, batch.group_key).tolist()
+        mine = list(zip(names, module.preference_gaps(batch).double().tolist(), strict=True))
+        parts = cast("list[list[tuple[int, float]]]", distributed.all_gather_objects(mine))
+        pairs = sorted(pair for part in parts for pair in part)
+        gaps = [gap for _, gap in pairs]
+        if not gaps or not all(map(math.isfinite, gaps)):
+            return batch  # the update will say what is wrong
+        self.rule.update(gaps)
+        kept = self.rule.keep(gaps, module.seed, module.batches_seen, [name for name, _ in pairs])
+        beta = module.schedulables["beta"]
+        lowest = self.smallest / beta.without(self._cause)
+        beta.scale(self._cause, max(self.rule.factor([gaps[i] for i in kept]), lowest))
+        found = {**self.rule.state_dict(), "kept": len(kept) / len(gaps)}
+        module.note_values({f"beta_dpo/{name}": value for name, value in found.items() if value is not None})
+        chosen = {pairs[i][0] for i in kept}
+        return batch.select_groups([place for place, name in enumerate(names) if name in chosen])
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.rule.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state_dict)
+
+
+class TargetKL(Callback):
+    """Holds a measured distance from the reference near a target by a factor on beta (Ziegler et al. 2019, arXiv
+    1909.08593): factor <- factor (1 + clip(measured / target - 1, -0.2, 0.2) rows / horizon), once a batch.
+
+    A larger beta holds the policy closer. What is measured is a training metric: for DPO `kl/data`, which is taken on
+    the data's own tokens, not on what the policy would say. For modules that sample `kl.target` does the same inside
+    the module, on whole completions; it is that or this.
+
+    Args:
+        target: the distance to hold, in the unit of the metric.
+        monitor: metric of an update. Null: `kl/data` where there are pairs, else `kl` (nats per token).
+        horizon: pairs or prompts over which an error of one clips to a change of 20 %.
+        ema: share of the old value in a moving average of the metric.
+        value: what is multiplied. Null: `beta`, or `kl.coefficient` for modules that sample.
+    """
+
+    def __init__(
+        self,
+        target: float,
+        monitor: str | None = None,
+        horizon: int = 10_000,
+        ema: float = 0.0,
+        value: str | None = None,
+    ) -> None:
+        self.monitor, self.value = monitor, value
+        self.controller = AdaptiveKL(coefficient=1.0, target=target, horizon=horizon, ema=ema)
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(value=self.value)
+
+    @property
+    def _cause(self) -> str:
+        return "target"
+
+    def _value(self, module: L.LightningModule) -> Schedulable:
+        return strength(module, self.value, "callbacks.TargetKL")
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        value = self._value(pl_module)
+        if value.writer == "kl.target":
+            raise UserError("callbacks.TargetKL and kl.target would both hold the KL; leave one of them out")
+        value.claim(self._cause)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: GroupBatch, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, HasLastMetrics)
+        name = self.monitor or ("kl/data" if isinstance(pl_module, HasPairs) else "kl")
+        known = pl_module.last_metrics
+        if distributed.any_rank(bool(known) and name not in known, pl_module.device):
+            there = ", ".join(sorted(known))
+            raise UserError(f"callbacks.TargetKL watches {name}, which no update reports; there is {there}")
+        zero = torch.zeros((), dtype=torch.float64)
+        total, count = known.get(name, (zero, zero))
+        sums = [float(total), float(count), float(batch.num_prompts)]
+        measured = distributed.all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=pl_module.device)).tolist()
+        if measured[1]:
+            self.controller.update(measured[0] / measured[1], int(measured[2]))
+            self._value(pl_module).scale(self._cause, self.controller.coefficient)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.controller.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.controller.load_state_dict(state_dict)
+
+
+def watched(trainer: L.Trainer, name: str, here: str) -> float:
+    """A metric of the validation that has just ended. Raises UserError when it was not logged."""
+    known = trainer.callback_metrics
+    if name not in known:
+        scores = ", ".join(sorted(other for other in known if other.startswith("val/")))
+        raise UserError(f"{here} watches {name}, which is not logged; there is {scores or 'nothing'}")
+    return float(known[name])
