@@ -16,6 +16,8 @@ MIX = "data.mix."
 FRACTION = "data.fraction"
 """The share of the training rows in use, those of the highest confidence."""
 
+ROUNDING = 1e-6
+
 T = TypeVar("T")
 
 Amount = float | str
@@ -61,7 +63,8 @@ class Until:
 
     Args:
         monitor: the metric, for example val/rewards/accuracies.
-        above, below: ends the stage when the metric is at least, or at most, this.
+        above, below: ends the stage when the metric is at least, or at most, this (up to rounding in float32, which
+            metrics are logged in).
         plateau: ends it when the metric has not got better for this many validations in a row.
         mode: whether more (`max`) or less (`min`) is better; with plateau.
         min_delta: what counts as better; with plateau.
@@ -89,9 +92,9 @@ class Until:
 
     def met(self, value: float, memory: Plateau) -> bool:
         if self.above is not None:
-            return value >= self.above
+            return value >= self.above - ROUNDING * abs(self.above)
         if self.below is not None:
-            return value <= self.below
+            return value <= self.below + ROUNDING * abs(self.below)
         return memory.update(value if self.mode == "max" else -value)
 
 
@@ -148,11 +151,9 @@ def made(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def amount(value: Any, configured: float, name: str) -> float:
     """A number as it was given, or as a multiple of the configured one. Raises UserError for what is neither."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
     found = re.fullmatch(r"x\s*([0-9.eE+-]+)", value) if isinstance(value, str) else None
     try:
-        return float(found[1]) * configured if found else float(value)
+        return float(found[1]) * configured if found else float("" if isinstance(value, bool) else value)
     except (TypeError, ValueError) as error:
         what = "a number, or for example x5: five times the configured one"
         raise UserError(f"{name} is {value!r}; it is {what}") from error

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
 from alignment.advantages import RewardTable
 from alignment.batches import GroupBatch
@@ -73,10 +72,8 @@ class SteeredMixin(HeadedMixin):
     def _apply_head_rate(self, name: str, value: float) -> None:
         if self._trainer is None or not self._trainer.optimizers:
             return
-        schedule = self.lr_schedulers()
-        assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
         part = f"heads.subs.{self.heads.spec.names.index(name)}."
-        rescale(optimizer_of(self)[0].optimizer, schedule, part, self.head_steps.rate * value)
+        rescale(optimizer_of(self)[0].optimizer, self.lr_schedule, part, self.head_steps.rate * value)
 
     def on_train_start(self) -> None:
         super().on_train_start()

@@ -193,8 +193,7 @@ class TrainingMixin(L.LightningModule):
     def on_train_start(self) -> None:
         rewind(self.trainer)
         if self._saved_optim is not None:
-            optimizer, schedule = self.trainer.optimizers[0], self.lr_schedulers()
-            assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
+            optimizer, schedule = self.trainer.optimizers[0], self.lr_schedule
             # The peak rate may also differ by the large-batch rule, when the batch size is another one.
             changed = self._saved_optim != plain(self.optim) or optimizer.defaults["lr"] != schedule.base_lrs[0]
             refresh(optimizer, schedule, self.optim.weight_decay if changed else None)
@@ -302,14 +301,16 @@ class TrainingMixin(L.LightningModule):
 
     def _apply_rate(self, value: float) -> None:
         if self._trainer is not None and self._trainer.optimizers:
-            schedule = self.lr_schedulers()
-            assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
-            refresh(self._trainer.optimizers[0], schedule, None)
+            refresh(self._trainer.optimizers[0], self.lr_schedule, None)
 
-    def step_schedule(self) -> None:
+    @property
+    def lr_schedule(self) -> LambdaLR:
         schedule = self.lr_schedulers()
         assert isinstance(schedule, LambdaLR), "modules have exactly one schedule"
-        schedule.step()
+        return schedule
+
+    def step_schedule(self) -> None:
+        self.lr_schedule.step()
 
     # ------------------------------------------------------------------ state
 

@@ -62,6 +62,11 @@ class Headed:
         self.noted.append(dict(values))
 
 
+def weights(module: Any) -> dict[str, list[float]]:
+    """Every parameter, to compare bit for bit."""
+    return {name: p.detach().flatten().tolist() for name, p in module.named_parameters()}
+
+
 class Leave(L.Callback):
     """Saves after some batches and ends the run."""
 

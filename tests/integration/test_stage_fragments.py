@@ -48,6 +48,6 @@ def test_as_its_comment_says(name: str, workdir: Path) -> None:
     logged = {key for line in lines for key in json.loads(line)}
     assert LOGGED[name] <= logged, LOGGED[name] - logged
     if name.startswith("stages"):
-        (events,) = workdir.rglob("events.txt")
+        events = next(workdir.rglob("events.txt"))
         begun = re.findall(r"stage: (\w+) begins", events.read_text())
         assert begun == re.findall(r"^          (\w+):$", text, flags=re.MULTILINE)

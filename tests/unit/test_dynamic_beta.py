@@ -17,10 +17,9 @@ from alignment.pair_beta import PairBeta
 from alignment.pairs import pair_gaps
 from callbacks import BatchBeta, PlateauBeta, TargetKL
 from modules import DPO, GRPO, SFT
-from tests.callback_toys import Trained
+from tests.callback_toys import Trained, weights
 from tests.rl_toys import fit, moved, online
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
-from tests.unit.test_decoupled_po import weights_of
 
 GAPS = [2.0, 0.5, -1.0, 3.5]
 
@@ -235,7 +234,7 @@ def test_a_rule_that_does_nothing_changes_nothing(tmp_path: Path) -> None:
     for callbacks in ([], [BatchBeta(alpha=0.0, drop=0.0)], [PlateauBeta(patience=9)]):
         module = dpo()
         fit(module, tmp_path, pairs(), callbacks=callbacks, limit_val_batches=1, num_sanity_val_steps=0)
-        found.append(weights_of(module))
+        found.append(weights(module))
     assert found[0] == found[1] == found[2]
 
 

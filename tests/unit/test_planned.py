@@ -137,10 +137,10 @@ def test_state_and_put_back() -> None:
 SOURCES = ["chat", "code", "math"]
 
 
-def rows(folder: Path, count: int = 24, kind: str = "pairs", **more: Any) -> str:
-    path = folder / f"{kind}.jsonl"
+def rows(folder: Path, count: int = 24, kind: str = "pairs", first: int = 0, **more: Any) -> str:
+    path = folder / f"{kind}{first or ''}.jsonl"
     lines = []
-    for i in range(count):
+    for i in range(first, first + count):
         row: dict[str, Any] = {"prompt": f"Say {i}.", "source": SOURCES[i % 3]}
         if kind == "pairs":
             row |= {"chosen": f"It is {i}.", "rejected": f"No {i}.", "margin": float(i)}

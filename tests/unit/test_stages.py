@@ -18,10 +18,9 @@ from alignment.tiny import tiny_tokenizer
 from callbacks import PlateauBeta, Stages
 from datamodules import PreferenceData
 from modules import DPO, GRPO, SFT
-from tests.callback_toys import Trained
+from tests.callback_toys import Trained, weights
 from tests.rl_toys import fit, here, online, prompts
 from tests.toys import OPTIM, TINY, FixedData, groups
-from tests.unit.test_decoupled_po import weights_of
 from tests.unit.test_planned import rows
 
 THREE = {
@@ -273,7 +272,7 @@ def test_stages_that_set_nothing_change_nothing(tmp_path: Path) -> None:
     for callbacks in ([], [Stages({"a": {"steps": 1}, "b": {}})], [Stages({"a": {"values": {"beta": "x1"}}})]):
         module = dpo()
         fit(module, tmp_path, FixedData(groups(8, 2), batch_size=4), callbacks=callbacks)
-        found.append(weights_of(module))
+        found.append(weights(module))
     assert found[0] == found[1] == found[2]
 
 
