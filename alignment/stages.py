@@ -47,6 +47,11 @@ class Ramp:
         if self.shape not in ("linear", "cosine", "geometric"):
             raise UserError(f"a ramp's shape is '{self.shape}'; it is linear, cosine or geometric")
 
+    @property
+    def still(self) -> bool:
+        """Whether it is one value."""
+        return self.start == self.end
+
     def at(self, start: float, end: float, done: float) -> float:
         """The value when the share `done` of the way, in [0, 1], is behind."""
         if done >= 1:

@@ -167,7 +167,7 @@ class BatchBeta(Callback):
             )
         pl_module.schedulables.find("beta", "callbacks.BatchBeta").claim(self._cause)
         if stage == "fit":
-            if pl_module.before_batch is not None:
+            if pl_module.before_batch not in (None, self._choose):
                 raise UserError("callbacks.BatchBeta: something else chooses the batches already; leave one out")
             self._trainer = trainer
             pl_module.before_batch = self._choose

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -60,21 +59,14 @@ class Stages(Callback):
         self.names = list(self.stages)
         self._configs = list(self.stages.values())
         self._ramps = [stage.ramps() for stage in self._configs]
-        for name, stage, ramps in zip(self.names[:-1], self._configs, self._ramps, strict=False):
-            if stage.endless:
+        for name, stage, ramps in zip(self.names, self._configs, self._ramps, strict=True):
+            if stage.endless and name != self.names[-1]:
                 raise UserError(f"{HERE}: stage '{name}' has no length; give steps, epochs or until")
-            self._check_ramps(name, stage, ramps)
-        last = self._configs[-1]
-        if last.until is not None:
-            self._check_ramps(self.names[-1], last, self._ramps[-1])
+            by_condition = stage.until is not None and stage.steps is None and stage.epochs is None
+            for value in [v for v, ramp in ramps.items() if by_condition and ramp.over is None and not ramp.still]:
+                what = f"stage '{name}' ends by a condition"
+                raise UserError(f"{HERE}: {what}; say over how many steps {value} ramps")
         self._walk: Walk | None = None
-
-    def _check_ramps(self, name: str, stage: StageConfig, ramps: Mapping[str, Ramp]) -> None:
-        if stage.steps is None and stage.epochs is None:
-            for value, ramp in ramps.items():
-                if ramp.over is None and ramp.start != ramp.end:
-                    what = f"stage '{name}' ends by a condition"
-                    raise UserError(f"{HERE}: {what}; say over how many steps {value} ramps")
 
     # ------------------------------------------------------------------ what there is to move
 
@@ -83,20 +75,23 @@ class Stages(Callback):
             return
         if not isinstance(pl_module, HasSchedulables):
             raise UserError(f"{HERE} is for this project's modules, not for a {type(pl_module).__name__}; leave it out")
-        for number, (name, ramps) in enumerate(zip(self.names, self._ramps, strict=True)):
+        for name, ramps in zip(self.names, self._ramps, strict=True):
             for value, ramp in ramps.items():
-                one, where = self._find(trainer, pl_module, value), f"{HERE}: stage '{name}'"
-                one.own(HERE)
-                for given in (ramp.start, ramp.end):
-                    if given is not None:
-                        one.check(amount(given, one.configured, f"{where}: {value}"), where)
-                if value == FRACTION:
-                    self._check_fraction(trainer, pl_module, number, ramp)
+                self._own(trainer, pl_module, f"{HERE}: stage '{name}'", value, ramp)
+            if FRACTION in ramps:
+                self._check_fraction(trainer, pl_module, name, ramps[FRACTION])
         if STAGE not in pl_module.schedulables:
             pl_module.schedulables.register(Schedulable(STAGE, 0))
         pl_module.schedulables[STAGE].own(HERE)
         if any(value.startswith("data.") for ramps in self._ramps for value in ramps):
             self._data(trainer).plan()
+
+    def _own(self, trainer: L.Trainer, module: L.LightningModule, where: str, value: str, ramp: Ramp) -> None:
+        one = self._find(trainer, module, value)
+        one.own(HERE)
+        for given in (ramp.start, ramp.end):
+            if given is not None:
+                one.check(amount(given, one.configured, f"{where}: {value}"), where)
 
     def _find(self, trainer: L.Trainer, module: L.LightningModule, value: str) -> Schedulable:
         assert isinstance(module, HasSchedulables)
@@ -110,10 +105,12 @@ class Stages(Callback):
             raise UserError(f"{HERE}: {what}; leave data.* and mix out")
         return data
 
-    def _check_fraction(self, trainer: L.Trainer, module: L.LightningModule, number: int, ramp: Ramp) -> None:
+    def _check_fraction(self, trainer: L.Trainer, module: L.LightningModule, name: str, ramp: Ramp) -> None:
         for given in (ramp.start, ramp.end):
             if given is not None and not 0 < amount(given, 1.0, FRACTION) <= 1:
                 raise UserError(f"{HERE}: {FRACTION} is {given}; it is above 0 and at most 1")
+        if _takes_all(ramp):
+            return
         source, rows = self._source(trainer), self._rows(trainer)
         if source == MODEL:
             if not isinstance(module, HasPairs):
@@ -121,7 +118,7 @@ class Stages(Callback):
                     f"{HERE}: {FRACTION} needs a confidence, and a {type(module).__name__} has none; give "
                     "`confidence` the name of a data column"
                 )
-            if number == 0:
+            if name == self.names[0]:
                 raise UserError(
                     f"{HERE}: {FRACTION} in the first stage goes by the model's confidence, and it has none before it "
                     "has learned; begin with a stage without it, or give rows a margin"
@@ -202,7 +199,7 @@ class Stages(Callback):
         self._walk = Walk(stage=number, begun=begun, values=values)
         if until is not None:
             self._walk.memory = until.watch()
-        if FRACTION in ramps:
+        if FRACTION in ramps and not _takes_all(ramps[FRACTION]):
             self._freeze(trainer, module)
         told = [f"{name} {self._told(trainer, module, name, ramp)}" for name, ramp in ramps.items()]
         what = f": {', '.join(told)}" if told else ""
@@ -283,6 +280,11 @@ class Stages(Callback):
             memory = until.watch()
             memory.load_state_dict(self._walk.memory.state_dict())
             self._walk.memory = memory
+
+
+def _takes_all(ramp: Ramp) -> bool:
+    """Whether all rows are in use throughout, so that none needs a confidence."""
+    return ramp.still and amount(ramp.end, 1.0, FRACTION) == 1
 
 
 def _total_steps(trainer: L.Trainer, module: L.LightningModule) -> float:

@@ -136,7 +136,9 @@ class Draws:
     def _take(self, pool: np.ndarray, count: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < count:  # once, unless there are more seats than rows
-            part = pool[np.argsort(self._keys(pool), kind="stable")[: count - len(taken)]]
+            keys, size = self._keys(pool), min(len(pool), count - len(taken))
+            first = np.argpartition(keys, size - 1)[:size]  # no two are equal
+            part = pool[first[np.argsort(keys[first])]]
             self.counts[part] += 1
             taken += part.tolist()
         return taken
@@ -145,7 +147,7 @@ class Draws:
         """[pool] rising: how often a row was given, then its place in the order of that time."""
         given = self.counts[pool]
         keys = given.astype(np.float64)
-        for time in np.unique(given).tolist():
+        for time in range(int(given.min()), int(given.max()) + 1):
             mine = given == time
             keys[mine] += self._order(time)[pool[mine]] / len(self.counts)
         return keys

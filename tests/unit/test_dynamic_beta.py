@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,18 @@ def test_a_rule_that_does_nothing_changes_nothing(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- a distance to hold
+
+
+def test_golden_controller() -> None:
+    """Beta .2, target 6, batches of 64: after 9, 6.6 or 0 once, and after 100 saturated ones."""
+    golden = ((9.0, 1, 0.200256), (6.6, 1, 0.200128), (0.0, 1, 0.199744), (99.0, 100, 0.227292))
+    for measured, times, expected in golden:
+        module, run, callback = dpo(beta=0.2), Trained(), TargetKL(6.0, monitor="kl")
+        module.last_metrics = {"kl": (torch.tensor(measured), torch.tensor(1.0))}
+        callback.setup(run, module, "fit")
+        for _ in range(times):
+            callback.on_train_batch_end(run, module, None, SimpleNamespace(num_prompts=64), 0)
+        assert module.beta == pytest.approx(expected, abs=1e-6)
 
 
 def test_target_by_hand(tmp_path: Path) -> None:

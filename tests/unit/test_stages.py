@@ -360,6 +360,12 @@ def test_the_models_confidence_is_frozen_when_the_stage_begins(tmp_path: Path) -
     np.testing.assert_allclose(data.draws.confidence, taken[0].numpy(), rtol=1e-5)
 
 
+def test_all_rows_need_no_confidence(tmp_path: Path) -> None:
+    callback = Seen({"a": {"values": {"data.fraction": 1.0}}}, confidence="model")
+    fit(dpo(), tmp_path, preference(tmp_path), callbacks=[callback])
+    assert sorted(row for batch in callback.rows for row in batch) == list(range(24))
+
+
 def test_confidence_from_a_column_and_a_moving_mix(tmp_path: Path) -> None:
     from datamodules import PromptData
     from tests.unit.test_planned import SMALL
