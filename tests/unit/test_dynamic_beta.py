@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from alignment.batches import GroupBatch
 from alignment.controllers import Plateau
 from alignment.errors import UserError
 from alignment.pair_beta import PairBeta
 from alignment.pairs import pair_gaps
+from alignment.update import UNIT
 from callbacks import BatchBeta, PlateauBeta, TargetKL
 from modules import DPO, GRPO, SFT
 from tests.callback_toys import Trained, weights
@@ -179,8 +181,6 @@ def test_pairs_far_from_the_mean_and_gaps_without_spread() -> None:
 
 
 def test_gaps_are_those_of_the_loss_whatever_the_micro_batches() -> None:
-    from alignment.batches import GroupBatch
-
     module = moved(dpo(reference="copy"))
     batch = GroupBatch.from_groups(groups(6, 2))
     logps = module.engine(batch).logps
@@ -267,18 +267,15 @@ def test_target_by_hand(tmp_path: Path) -> None:
     assert module.beta == pytest.approx(0.1 * factor)
 
 
-def test_distance_on_the_data_by_hand() -> None:
-    """Log-ratios 2 and -1: (4 / 2 + 1 / 2) / 2."""
-    from alignment.batches import GroupBatch
-    from alignment.losses import PairLogRatios
-
-    module = dpo()
-    module.configure_model()
-    batch = GroupBatch.from_groups(groups(1, 2))
-    one = torch.ones(1)
-    ratios = PairLogRatios(chosen=2 * one, rejected=-one, chosen_tokens=one, rejected_tokens=one)
-    total, count = module._metrics(batch, ratios, torch.zeros(len(batch.completion_ids)), one)["kl/data"]
-    assert float(total / count) == pytest.approx(1.25)
+def test_distance_on_the_data() -> None:
+    """Half the squared log-ratio of each completion, and their mean."""
+    module = moved(dpo(reference="copy"))
+    batch = GroupBatch.from_groups(groups(3, 2))
+    logps = module.engine(batch).logps
+    ratios = batch.sum_tokens(logps - module.reference_logps(batch)).double()
+    total, count = module.loss(batch, UNIT)[1]["kl/data"]
+    assert float(total / count) == pytest.approx(float((ratios**2 / 2).mean()), rel=1e-5)
+    assert float(total) > 0
 
 
 def test_target_of_a_module_that_samples(tmp_path: Path) -> None:
