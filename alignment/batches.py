@@ -217,7 +217,7 @@ class GroupBatch:
         return self._take(index, rows, torch.arange(len(index), device=self.device).repeat_interleave(sizes[index]))
 
     def select_rows(self, rows: Tensor | Sequence[int]) -> GroupBatch:
-        """The named completions (ascending) with the prompts they need, each prompt once."""
+        """The named completions with the prompts they need, each prompt once; those of earlier groups first."""
         rows = torch.as_tensor(rows, dtype=torch.int64, device=self.device)
         groups, group_of = torch.unique(self.group_of[rows], return_inverse=True)
         return self._take(groups, rows, group_of)

@@ -8,7 +8,8 @@ The parameters are counted on the meta device: nothing is downloaded but a confi
 weights      b a parameter; 4-bit linear layers 0.516 bytes (nf4 and its scales), 8-bit ones 1 byte and 4 a row
 gradients    b a trainable parameter, K + 1 times where gradients of K rewards are combined
 optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
-reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here
+reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here. One
+             that follows the policy by a share below 1: 4 more bytes for each trained value below fp32
 critic       an fp32 head and 4 T H of states for it; with a trunk of its own (the policy's or the reward model's, both
              without LM head) its weights, gradients, optimizer, and activations, which are kept beside the policy's
 activations  T b (6 H + 4 A + 4 I) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
@@ -60,6 +61,7 @@ class Plan:
         optim: the optimizer; None for a run that trains nothing.
         micro_batch_tokens: tokens in one forward.
         reference: kind of reference, resolved.
+        reference_alpha: share of the policy that the reference takes over when it follows; None: it stays.
         row_tokens: tokens in the longest row, if the data has a limit; None assumes one row of all tokens.
         critic: what estimates values; None for an algorithm without.
         gradients: how many of each parameter are kept at once.
@@ -70,6 +72,7 @@ class Plan:
     optim: OptimConfig | None = field(default_factory=OptimConfig)
     micro_batch_tokens: int = 4096
     reference: ResolvedReference = "none"
+    reference_alpha: float | None = None
     row_tokens: int | None = None
     critic: CriticConfig | None = None
     gradients: int = 1
@@ -128,7 +131,8 @@ class Estimator:
             optimizer=sum(_state_bytes(p, plan.optim) for p in trained if plan.optim is not None),
             activations=_activation_bytes(plan, self._architecture, counts.value_bytes),
             logits=_logit_bytes(plan, self._architecture, counts.value_bytes),
-            reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0),
+            reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0)
+            + _average_bytes(plan, counts.trained),
             critic=self._critic_bytes(plan, plan.critic) if plan.critic is not None else 0,
         )
 
@@ -246,6 +250,13 @@ def _state_bytes(parameter: nn.Parameter, optim: OptimConfig) -> int:
     return states * (numel + 4 * math.ceil(numel / 256))
 
 
+def _average_bytes(plan: Plan, trained: tuple[nn.Parameter, ...]) -> int:
+    """What `alignment.reference_sync` keeps beside the reference's own weights."""
+    if plan.reference_alpha in (None, 1):
+        return 0
+    return sum(4 * p.numel() for p in trained if p.element_size() < 4)
+
+
 def _activation_bytes(plan: Plan, architecture: PreTrainedConfig, b: int) -> int:
     """The largest sum of tensors kept for one backward pass, with values of `b` bytes. See the module's docstring."""
     if plan.optim is None:
@@ -317,13 +328,14 @@ def remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
                 ("optim.optimizer=adamw_8bit", replace(plan, optim=replace(plan.optim, optimizer="adamw_8bit")))
             )
     yield from training
-    if plan.reference == "copy":
+    if plan.reference == "copy" and plan.reference_alpha is None:
         yield "reference=cached", replace(plan, reference="cached")
     if plan.critic is not None and plan.critic.kind != "head":
         yield "critic.kind=head", replace(plan, critic=CriticConfig())
     if policy.dtype == "float32":
         yield "policy.dtype=bfloat16", replace(plan, policy=replace(policy, dtype="bfloat16"))
-    reference: ResolvedReference = "none" if plan.reference == "none" else "adapter_off"
+    cheapest: ResolvedReference = "adapter_off" if plan.reference_alpha is None else "frozen_adapter"
+    reference: ResolvedReference = "none" if plan.reference == "none" else cheapest
     lora = policy.lora or LoRAConfig()
     if policy.lora is None:
         yield "policy.lora.r=16", replace(plan, policy=replace(policy, lora=lora), reference=reference)

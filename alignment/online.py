@@ -52,7 +52,7 @@ from alignment.policy import PolicyConfig, base_model
 from alignment.policy_losses import mask_truncated
 from alignment.prompting import Filled, PromptSource, concatenate, fill, prompts_of, strata_of
 from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
-from alignment.reference import Reference
+from alignment.reference_sync import ReferenceSync
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
 from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig, times_before
@@ -130,6 +130,7 @@ class OnlineMixin(PenalisedMixin):
         success: the reward that measures success, in [0, 1], for re-grading prompts. Null: the first one.
         reference: what the policy is compared with: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the
             cheapest. Loaded only for a KL.
+        reference_sync: how the reference follows the policy, {alpha: 0.6, every: 512} for example. Null: it stays.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
@@ -139,7 +140,6 @@ class OnlineMixin(PenalisedMixin):
     loss_terms: Mapping[str, float] = {}
 
     rollout: RolloutEngine
-    reference: Reference
 
     def __init__(
         self,
@@ -157,6 +157,7 @@ class OnlineMixin(PenalisedMixin):
         dynamic_sampling: int = 0,
         success: str | None = None,
         reference: OnlineReference = "auto",
+        reference_sync: ReferenceSync | None = None,
         optim: OptimConfig = OPTIM,
         micro_batch_tokens: int | None = 4096,
     ) -> None:
@@ -167,6 +168,7 @@ class OnlineMixin(PenalisedMixin):
             kl=kl,
             entropy=entropy,
             reference=reference,
+            reference_sync=reference_sync,
             optim=optim,
             micro_batch_tokens=micro_batch_tokens,
         )

@@ -61,6 +61,10 @@ class PairedMixin(PolicyMixin):
         """What the loss looks at, from the policy's token log-probs [C]."""
         raise TypeError(f"{type(self).__name__} must define log_ratios(micro, logps)")
 
+    def read(self, micro: GroupBatch, **asked: bool) -> TokenStats:
+        """The policy's tokens, as the engine is asked for them."""
+        return self.engine(micro, **asked)
+
     @property
     def asked(self) -> dict[str, Any]:
         """What the loss asks the engine for beside token log-probs."""
@@ -69,7 +73,7 @@ class PairedMixin(PolicyMixin):
     # ------------------------------------------------------------------ the loss
 
     def loss(self, micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
-        parts, metrics = self.preference(micro, self.engine(micro, **self.asked), counts)
+        parts, metrics = self.preference(micro, self.read(micro, **self.asked), counts)
         return torch.stack([*parts.values()]).sum(), metrics
 
     def preference(self, micro: GroupBatch, stats: TokenStats, counts: Counts) -> tuple[dict[str, Tensor], Metrics]:
@@ -120,10 +124,6 @@ class PairedMixin(PolicyMixin):
             "delta": weighted(pairs.delta, weights),
             "beta": weighted(beta * torch.ones_like(weights), weights),
         }
-
-    def preference_gaps(self, batch: GroupBatch) -> Tensor:
-        """[P] delta of each pair, without gradient; of a batch of any size."""
-        return pair_gaps(batch, self.policy, self.engine, self.log_ratios, self.micro_batch_tokens)
 
     # ------------------------------------------------------------------ the whole batch
 
@@ -183,7 +183,7 @@ class PairedMixin(PolicyMixin):
         batch = batch.with_rows(**{_PLACE: torch.arange(batch.num_completions, device=batch.device)})
         parts: dict[str, list[Tensor]] = {}
         for micro in batch.split(self.micro_batch_tokens):
-            logps = self.engine(micro).logps
+            logps = self.read(micro).logps
             assert logps is not None
             found = {**self.log_ratios(micro, logps).tensors(), **self._beside(micro)}
             found[_PLACE] = micro.pair(micro.rows[_PLACE])[0]

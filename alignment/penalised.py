@@ -21,13 +21,12 @@ from alignment.full_kl import Head
 from alignment.kl import kl_metric
 from alignment.logprobs import TokenStats, evaluating, is_low_precision
 from alignment.metrics import Metrics
-from alignment.module import PolicyMixin
 from alignment.objective import KEPT, OLD_LOGPS
 from alignment.optim import OptimConfig
 from alignment.penalties import EntropyConfig, EntropyTerm, KLConfig, KLPenalty
 from alignment.policy import PolicyConfig, base_model
 from alignment.policy_losses import entropy_bonus, entropy_threshold, high_entropy
-from alignment.reference import Reference
+from alignment.reference_sync import ReferenceSync, SyncedMixin
 from alignment.rollout import SAMPLER_LOGPS
 from alignment.training import as_config
 from alignment.update import Counts
@@ -37,15 +36,14 @@ log = logging.getLogger(__name__)
 OnlineReference = Literal["auto", "adapter_off", "frozen_adapter", "copy"]
 
 
-class PenalisedMixin(PolicyMixin):
+class PenalisedMixin(SyncedMixin):
     """PolicyMixin with a KL to a reference and an entropy bonus.
 
     Args:
         temperature: of all log-probs: the one that completions are sampled at.
-        kl, entropy, reference: see `alignment.online.OnlineMixin`.
+        kl, entropy, reference, reference_sync: see `alignment.online.OnlineMixin`.
     """
 
-    reference: Reference
     samples_itself: bool = True
     """Whether completions are drawn by the policy in this process, not by another engine with its weights."""
     entropy_possible: bool = True
@@ -59,10 +57,17 @@ class PenalisedMixin(PolicyMixin):
         kl: KLConfig,
         entropy: EntropyConfig,
         reference: OnlineReference,
+        reference_sync: ReferenceSync | None,
         optim: OptimConfig,
         micro_batch_tokens: int | None,
     ) -> None:
-        super().__init__(policy=policy, optim=optim, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            policy=policy,
+            reference=reference,
+            reference_sync=reference_sync,
+            optim=optim,
+            micro_batch_tokens=micro_batch_tokens,
+        )
         self.temperature = temperature
         self.kl = KLPenalty(as_config(KLConfig, kl))
         self.entropy = EntropyTerm(as_config(EntropyConfig, entropy))
@@ -71,11 +76,16 @@ class PenalisedMixin(PolicyMixin):
         self.reference_kind: OnlineReference = reference
         if reference not in (kinds := get_args(OnlineReference)):
             raise UserError(f"reference is '{reference}'; for sampled completions it is one of {', '.join(kinds)}")
+        if self.reference_sync is not None and not self.kl.needs_reference:
+            raise UserError(
+                "reference_sync moves a reference, and this run has none: set kl.coefficient above 0, or kl.measure, "
+                "or leave reference_sync out"
+            )
 
     def build_parts(self) -> None:
         super().build_parts()
         if self.kl.needs_reference:
-            self.reference = Reference.build(self.reference_kind, self.policy, self.policy_config, self.build_engine)
+            self.make_reference(self.cheapest_kind if self.reference_kind == "auto" else self.reference_kind)
         if self.kl.in_loss and self.kl.full:
             Head.of(self.policy)  # what is wrong with it is better known before the first rollout
 
@@ -83,12 +93,7 @@ class PenalisedMixin(PolicyMixin):
         """What the estimate of memory counts."""
         if not self.kl.needs_reference:
             return "none"
-        if self.reference_kind != "auto":
-            return self.reference_kind
-        lora = self.policy_config.lora
-        if lora is None:
-            return "copy"
-        return "adapter_off" if lora.pretrained is None else "frozen_adapter"
+        return self.cheapest_kind if self.reference_kind == "auto" else self.reference_kind
 
     # ------------------------------------------------------------------ what a rollout leaves behind
 

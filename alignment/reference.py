@@ -103,6 +103,11 @@ class Reference(ABC):
             return FrozenCopy(policy, config, engine_factory)
         return Cached(policy, config, engine_factory, entropy=entropy)
 
+    def trained(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """Name -> (a parameter of the policy that is trained, the reference's own in its place). Raises UserError for a
+        kind without weights of its own."""
+        raise UserError(f"reference={self.kind} has no weights of its own; use copy, or frozen_adapter with LoRA")
+
     @abstractmethod
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         """[C] float32 log-probs under the reference, its logits divided by `temperature`, without gradient; 0 at
@@ -161,16 +166,19 @@ class FrozenAdapter(Reference):
         self._active = self._peft.active_adapter
         with torch.random.fork_rng(devices=[]), _as_found(self._peft):
             self._peft.add_adapter(self.name, replace(self._peft.peft_config[self._active], inference_mode=True))
-            self._copy_weights()
+            for source, twin in self.trained().values():
+                twin.data = source.detach().clone()
+                twin.requires_grad_(False)
         self._engine = engine_factory(policy)
 
-    def _copy_weights(self) -> None:
+    def trained(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
         parameters = dict(self._peft.named_parameters())
-        for name, source in list(parameters.items()):
+        found = {}
+        for name, source in parameters.items():
             twin = ".".join(self.name if part == self._active else part for part in name.split("."))
             if twin != name:
-                parameters[twin].data = source.detach().clone()
-                parameters[twin].requires_grad_(False)
+                found[name] = (source, parameters[twin])
+        return found
 
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         with self._switched():
@@ -203,6 +211,13 @@ class FrozenCopy(Reference):
         self._policy = policy
         self._model = _starting_policy(config, like=policy)
         self._engine = engine_factory(self._model)
+        self._trained = [p.requires_grad for p in policy.parameters()]
+
+    def trained(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        _follow(self._model, self._policy)
+        # In order, not by name: a compiler or a sharder puts prefixes to the policy's names.
+        both = zip(self._model.named_parameters(), self._policy.parameters(), self._trained, strict=True)
+        return {name: (source, own) for (name, own), source, trained in both if trained}
 
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         _follow(self._model, self._policy)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from alignment import memory
 from alignment.batches import Group, GroupBatch
-from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
 from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
-from alignment.reference import Reference, ReferenceKind
+from alignment.reference import ReferenceKind
 from alignment.reference_cache import tokenizer_digest
+from alignment.reference_sync import ReferenceSync, SyncedMixin
 
 Split = Literal["train", "val", "test", "predict"]
 ResolvedKind = Literal["cached", "adapter_off", "frozen_adapter", "copy"]
@@ -34,41 +34,45 @@ CHUNK = 256
 """Groups per batch handed to the reference's precomputation; it cuts them further by tokens."""
 
 
-class ReferencedMixin(PolicyMixin):
-    """PolicyMixin with a frozen reference, built before a checkpoint can move the policy.
+class ReferencedMixin(SyncedMixin):
+    """PolicyMixin with a reference, built before a checkpoint can move the policy.
 
     Args:
         reference: kind of reference, see `alignment.reference`. `auto` caches when the run goes over a finite data set
             at least once; a shorter run takes a copy rather than score rows it never sees.
+        reference_sync: how the reference follows the policy. None: it stays.
     """
 
-    reference: Reference
     reference_entropy: bool = False
     """Whether the algorithm compares with the reference's token entropies; set before `configure_model`."""
 
     def __init__(
-        self, *, policy: PolicyConfig, reference: ReferenceKind, optim: OptimConfig, micro_batch_tokens: int | None
+        self,
+        *,
+        policy: PolicyConfig,
+        reference: ReferenceKind,
+        reference_sync: ReferenceSync | None = None,
+        optim: OptimConfig,
+        micro_batch_tokens: int | None,
     ) -> None:
-        super().__init__(policy=policy, optim=optim, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            policy=policy,
+            reference=reference,
+            reference_sync=reference_sync,
+            optim=optim,
+            micro_batch_tokens=micro_batch_tokens,
+        )
         self.reference_kind: ReferenceKind = reference
 
     def build_parts(self) -> None:
         super().build_parts()
-        self.reference = Reference.build(
-            self._resolved_kind(),
-            self.policy,
-            self.policy_config,
-            self.build_engine,
-            entropy=self.reference_entropy,
-        )
+        self.make_reference(self._resolved_kind(), entropy=self.reference_entropy)
 
     def _resolved_kind(self) -> ResolvedKind:
         if self.reference_kind != "auto":
             return self.reference_kind
-        lora = self.policy_config.lora
-        if lora is not None:
-            return "adapter_off" if lora.pretrained is None else "frozen_adapter"
-        return "cached" if self._trainer is not None and covers_data(self._trainer) else "copy"
+        stays = self.policy_config.lora is None and self.reference_sync is None
+        return "cached" if stays and self._trainer is not None and covers_data(self._trainer) else self.cheapest_kind
 
     def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
         return replace(super().memory_plan(trainer), reference=self._resolved_kind())

@@ -7,6 +7,7 @@ from modules.generalized_rpo import GeneralizedRPO
 from modules.grpo import GRPO
 from modules.kto import KTO
 from modules.morl import MORL
+from modules.online_dpo import OnlineDPO
 from modules.ppo import PPO
 from modules.reference_free import CPO, ORPO, SimPO
 from modules.reward_model import RewardModel
@@ -24,6 +25,7 @@ __all__ = [
     "SFT",
     "DecoupledPO",
     "GeneralizedRPO",
+    "OnlineDPO",
     "RewardModel",
     "SimPO",
 ]

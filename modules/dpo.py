@@ -35,8 +35,10 @@ from alignment.optim import OptimConfig
 from alignment.pair_losses import PairLogRatios
 from alignment.pair_objective import PairObjective
 from alignment.paired import PairedMixin, Weighting, check_weighting, pairs_of
+from alignment.pairs import pair_gaps
 from alignment.policy import PolicyConfig
 from alignment.reference import ReferenceKind
+from alignment.reference_sync import ReferenceSync
 from alignment.referenced import ReferencedMixin
 from alignment.update import Counts, group_weights
 
@@ -66,6 +68,7 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         margins: for loss modpo, data column -> weight: the reward of the chosen minus that of the rejected completion
             under another objective. The preferences' own objective has the weight that these leave of 1.
         reference: `cached` log-probs, LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the cheapest.
+        reference_sync: how the reference follows the policy (TR-DPO, EMA): {alpha: 0.6, every: 512}. Null: it stays.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
@@ -84,10 +87,17 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         sft_weight: float = 0.0,
         margins: dict[str, float] | None = None,
         reference: ReferenceKind = "auto",
+        reference_sync: ReferenceSync | None = None,
         optim: OptimConfig = OPTIM,
         micro_batch_tokens: int | None = 4096,
     ) -> None:
-        super().__init__(policy=policy, reference=reference, optim=optim, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            policy=policy,
+            reference=reference,
+            reference_sync=reference_sync,
+            optim=optim,
+            micro_batch_tokens=micro_batch_tokens,
+        )
         self.save_hyperparameters()
         check_weighting(weighting)
         self.margins = dict(margins or {})
@@ -152,3 +162,7 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         beta = self.beta_of(batch)
         beta = beta[batch.group_of] if isinstance(beta, Tensor) else beta
         return self.pair_rows(batch, logps=batch.sum_tokens(logps), reward=beta * ratios)
+
+    def preference_gaps(self, batch: GroupBatch) -> Tensor:
+        """[P] delta of each pair, without gradient; of a batch of any size."""
+        return pair_gaps(batch, self.policy, self.engine, self.log_ratios, self.micro_batch_tokens)

@@ -28,6 +28,7 @@ from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
 from alignment.protocols import SizedBatches
 from alignment.reference import ReferenceKind
+from alignment.reference_sync import ReferenceSync
 from alignment.referenced import ReferencedMixin, ResolvedKind
 from alignment.unpaired import kto, mismatched
 from alignment.update import Counts, row_weights
@@ -53,6 +54,7 @@ class KTO(ReferencedMixin, L.LightningModule):
             completions should be 1 to 1.5 times bad_weight * bad ones.
         reference: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the cheapest; `cached` only with
             apo_zero, because the pairs of prompt and completion behind z are not known ahead.
+        reference_sync: how the reference follows the policy, see docs/reference.md. Null: it stays.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.
     """
@@ -68,10 +70,17 @@ class KTO(ReferencedMixin, L.LightningModule):
         good_weight: float = 1.0,
         bad_weight: float = 1.0,
         reference: ReferenceKind = "auto",
+        reference_sync: ReferenceSync | None = None,
         optim: OptimConfig = OPTIM,
         micro_batch_tokens: int | None = 4096,
     ) -> None:
-        super().__init__(policy=policy, reference=reference, optim=optim, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            policy=policy,
+            reference=reference,
+            reference_sync=reference_sync,
+            optim=optim,
+            micro_batch_tokens=micro_batch_tokens,
+        )
         self.save_hyperparameters()
         if loss not in get_args(KTOLoss):
             raise UserError(f"loss '{loss}' is not known; use {' or '.join(get_args(KTOLoss))}")

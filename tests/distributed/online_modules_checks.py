@@ -16,6 +16,7 @@ from datamodules import PromptData
 from modules.gdpo import GDPO
 from modules.grpo import GRPO
 from modules.morl import MORL
+from modules.online_dpo import OnlineDPO
 from modules.ppo import PPO
 from tests.rl_toys import Watch, here, odd, odd_in_some, online, prompts
 from tests.toys import FixedData, trainer
@@ -33,6 +34,10 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "target": 0.1, "horizon": 50, "estimator": "k1", "place": "reward"},
             "entropy": {"target": 6.0, "coefficient": 0.01, "keep": 0.5},
         },
+    ),
+    "online dpo, a reference that follows": (
+        OnlineDPO,
+        {"minibatches": 2, "epochs": 2, "reference_sync": {"alpha": 0.5, "every": 1}},
     ),
     "gdpo": (GDPO, {"rewards": SEVERAL, "minibatches": 2, "kl": {"coefficient": 0.1, "place": "reward"}}),
     "gdpo, over tokens": (GDPO, {"rewards": SEVERAL, "whiten": "token", "kl": {"coefficient": 0.1}}),

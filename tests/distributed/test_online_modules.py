@@ -1,4 +1,5 @@
-"""GRPO, GDPO, PPO and MORL on two processes equal one: first gradients, metrics, weights; uneven batches, refills."""
+"""GRPO, GDPO, PPO, MORL and OnlineDPO on two processes equal one: first gradients, metrics, weights; uneven batches,
+refills."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def commands(page: str) -> list[str]:
 def run(line: str) -> None:
     words = shlex.split(line)[1:]
     if words[0] == "fit":
-        samples = any(f"configs/{name}.yaml" in words for name in ("grpo", "ppo"))
+        samples = any(f"configs/{name}.yaml" in words for name in ("grpo", "ppo", "online_dpo"))
         words += [*SMALL, *(SHORT if samples else [])]
     if words[0] == "predict":
         words += ["--data.max_eval_rows=4"]
@@ -67,6 +67,11 @@ def test_online_commands(folder: Path) -> None:
     written = [json.loads(line) for line in next(folder.rglob("predictions.jsonl")).read_text().splitlines()]
     assert len(written) == 4
     assert set(written[0]["rewards"]) == {"right", "warm", "short"}
+
+
+def test_reference_commands(folder: Path) -> None:
+    for line in commands("reference.md"):
+        run(line)
 
 
 def test_the_flags_that_add_a_reward(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +102,7 @@ def test_the_metrics_of_the_page_are_logged(folder: Path) -> None:
             first = name if not name.startswith("/") else first
             named.add(first.rpartition("/")[0] + name if name.startswith("/") else name)
     named = {name.replace("NAME", "warm") for name in named if "LABEL" not in name}
-    named = {name for name in named if not name.startswith(("dynamic_sampling/", "sampler/", "nonfinite/"))}
+    named = {name for name in named if not name.startswith(("dynamic_sampling/", "sampler/", "nonfinite/", "pairs/"))}
     logged: set[str] = set()
     for config in ("grpo", "ppo"):
         words = ["fit", "-c", f"configs/{config}.yaml", *SMALL, *SHORT, *EPOCH, "--model.kl.measure=true"]

@@ -20,6 +20,7 @@ from modules.decoupled_po import DecoupledPO
 from modules.gdpo import GDPO
 from modules.grpo import GRPO
 from modules.morl import MORL
+from modules.online_dpo import OnlineDPO
 from modules.ppo import PPO
 from tests.loops import Rows
 from tests.rl_toys import here, odd_in_some, online
@@ -36,7 +37,12 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward", "target": 0.05, "horizon": 50, "ema": 0.5},
             "entropy": {"target": 6.0, "coefficient": 0.01, "keep": 0.5},
             "dynamic_sampling": 2,
+            "reference_sync": {"alpha": 0.6, "every": 3},
         },
+    ),
+    "online dpo, a reference that follows": (
+        OnlineDPO,
+        {"minibatches": 2, "dynamic_sampling": 1, "reference_sync": {"alpha": 0.3, "every": 1}},
     ),
     "ppo": (
         PPO,
@@ -46,6 +52,7 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "estimator": "k1", "place": "reward", "target": 0.05, "horizon": 50},
             "critic": {"kind": "copy"},
             "success": "length",
+            "reference_sync": {"alpha": 0.1, "every": 1},
         },
     ),
     "gdpo, over tokens": (
@@ -55,13 +62,22 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "minibatches": 2,
             "kl": {"coefficient": 0.1, "target": 0.05, "horizon": 50},
             "dynamic_sampling": 1,
+            "reference_sync": {"alpha": 1.0, "every": 5},
         },
     ),
     "morl, gradients with a memory and a drawn order": (
         MORL,
         {"combine": "gradvac", "epochs": 2, "preferences": {}, "dynamic_sampling": 1},
     ),
-    "morl, ideal point and critic": (MORL, {"scalarise": "smooth_chebyshev", "critic": {"kind": "head"}}),
+    "morl, ideal point and critic": (
+        MORL,
+        {
+            "scalarise": "smooth_chebyshev",
+            "critic": {"kind": "head"},
+            "kl": {"coefficient": 0.1, "target": 0.05, "horizon": 50},
+            "reference_sync": {"every": 2},
+        },
+    ),
     "decoupled, conflicts cut": (
         DecoupledPO,
         {
@@ -69,6 +85,7 @@ RUNS: dict[str, tuple[type, dict[str, Any]]] = {
             "kl": {"coefficient": 0.1, "target": 0.05, "horizon": 50},
             "isolation": {"mode": "gradvac", "ratio": {"odd": 2.0}},
             "dynamic_sampling": 1,
+            "reference_sync": {"alpha": 0.5, "every": 1},
         },
     ),
     "decoupled, cold start": (DecoupledPO, {"cold_start": {"rollouts": 1}, "epochs": 2, "kl_limit": 50.0}),
@@ -195,6 +212,8 @@ def test_resumed_is_uninterrupted(name: str, tmp_path: Path) -> None:
         assert method.get("ideal", method.get("memory")) not in (None, [[0.0, 0.0], [0.0, 0.0]])
     if name == WATCHED:
         assert {key.removeprefix("event/") for _, row in rows for key, _ in row if key.startswith("event/")} == EVENTS
+    if "reference_sync" in RUNS[name][1]:
+        assert any(key.startswith("reference.") for key in tree["weights"])
     if "kl" in RUNS[name][1]:
         assert state["penalties"]["now"]["kl"]["coefficient"] != 0.1
     for place in ("batch 0", "batch 2", "epoch 3", "batch 5"):
