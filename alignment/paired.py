@@ -61,7 +61,7 @@ class PairedMixin(PolicyMixin):
         """What the loss looks at, from the policy's token log-probs [C]."""
         raise TypeError(f"{type(self).__name__} must define log_ratios(micro, logps)")
 
-    def read(self, micro: GroupBatch, **asked: bool) -> TokenStats:
+    def read(self, micro: GroupBatch, **asked: Any) -> TokenStats:
         """The policy's tokens, as the engine is asked for them."""
         return self.engine(micro, **asked)
 

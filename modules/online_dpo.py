@@ -124,7 +124,7 @@ class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
     def update_part(self, part: GroupBatch) -> None:
         self.update(self.whole_batch(take_pairs(part)), self.loss)
 
-    def read(self, micro: GroupBatch, **asked: bool) -> TokenStats:
+    def read(self, micro: GroupBatch, **asked: Any) -> TokenStats:
         return self.engine(micro, temperature=self.temperature, **asked)
 
     def log_ratios(self, micro: GroupBatch, logps: Tensor) -> PairLogRatios:
