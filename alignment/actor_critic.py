@@ -26,7 +26,7 @@ from alignment.logprobs import TokenStats, evaluating
 from alignment.metrics import Metrics, add_metrics, mean_of
 from alignment.online import OnlineMixin
 from alignment.policy_losses import value_loss, value_metrics
-from alignment.training import as_config
+from alignment.settings import as_config
 from alignment.update import Counts
 
 VALUES, RETURNS, ADVANTAGES = "values", "returns", "advantages"

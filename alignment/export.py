@@ -30,8 +30,9 @@ from alignment.errors import UserError
 from alignment.heads import preference
 from alignment.heads_file import HasHeads, SavedHeads, of_checkpoint, write_heads
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
+from alignment.settings import as_config
 from alignment.sources import locate
-from alignment.training import STATE_KEY, as_config
+from alignment.training import STATE_KEY
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from alignment.errors import UserError
-from alignment.training import as_config
+from alignment.settings import as_config
 
 Between = Literal["mean", "last", "rate"]
 Pool = Literal["log_linear", "linear"]

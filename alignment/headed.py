@@ -42,8 +42,8 @@ from alignment.rewards import RewardSpec
 from alignment.rollout import completion_keys
 from alignment.routes import Routed, route, together
 from alignment.schedulable import Moved
+from alignment.settings import as_config, plain
 from alignment.tally import Tally
-from alignment.training import as_config, plain
 from alignment.update import Counts, total_norm
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from alignment.headed import Seen, held
 from alignment.heads import preference
 from alignment.isolation import Isolation, IsolationConfig
 from alignment.metrics import Metrics
+from alignment.settings import as_config
 from alignment.steered import SteeredMixin
-from alignment.training import as_config
 from alignment.update import Counts
 
 

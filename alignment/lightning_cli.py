@@ -40,8 +40,9 @@ from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpo
 from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings
 from alignment.config_file import check_config_file
 from alignment.importing import collecting_no_garbage
+from alignment.settings import plain
 from alignment.tracking import HasDatasetInputs, TrackingLogger
-from alignment.training import TrainingMixin, plain
+from alignment.training import TrainingMixin
 
 # Some of Lightning's own defaults are enums (Timer's `interval`), which a plain YAML dump of the configuration refuses.
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))

@@ -22,10 +22,12 @@ from alignment.chat import end_ids
 from alignment.checkpoint import load_module
 from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine
+from alignment.memory_report import report
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig, base_model, check_vocabulary, load_policy, load_tokenizer
 from alignment.protocols import FiniteGroups, SizedBatches
-from alignment.training import TrainingMixin, as_config
+from alignment.settings import as_config
+from alignment.training import TrainingMixin
 from alignment.transforms import Stage, Transform, Transforms
 
 
@@ -105,7 +107,7 @@ class PolicyMixin(TrainingMixin):
         device = self.target_device
         free = memory.available(device, processes=trainer.num_devices)
         where = "this machine" if device.type == "cpu" else str(device)
-        rank_zero_info(memory.report(self.memory_plan(trainer), free, where))
+        rank_zero_info(report(self.memory_plan(trainer), free, where))
 
     def build_policy(self, config: PolicyConfig) -> nn.Module:
         """A policy on the device it will train on, so that what is checked now is what runs later."""

@@ -56,8 +56,8 @@ from alignment.reference_sync import ReferenceSync
 from alignment.reward_metrics import reward_metrics
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
 from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig, times_before
+from alignment.settings import as_config
 from alignment.stopping import droppable, stop_requested, together
-from alignment.training import as_config
 from alignment.vllm_rollout import VLLMRollout, check_settings
 
 log = logging.getLogger(__name__)

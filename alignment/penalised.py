@@ -28,7 +28,7 @@ from alignment.policy import PolicyConfig, base_model
 from alignment.policy_losses import entropy_bonus, entropy_threshold, high_entropy
 from alignment.reference_sync import ReferenceSync, SyncedMixin
 from alignment.rollout import SAMPLER_LOGPS
-from alignment.training import as_config
+from alignment.settings import as_config
 from alignment.update import Counts
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
 from alignment.reference import Reference, ReferenceKind
-from alignment.training import as_config
+from alignment.settings import as_config
 
 PREFIX = "reference."
 FIXED = ("cached", "adapter_off")

@@ -28,7 +28,7 @@ from alignment.objective import PolicyObjective
 from alignment.preferences import PreferenceConfig, Preferences
 from alignment.randomness import generator
 from alignment.scalarise import Scalariser
-from alignment.training import as_config
+from alignment.settings import as_config
 from alignment.update import Counts
 
 SIGNAL = "signal"

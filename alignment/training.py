@@ -8,9 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
-from types import UnionType
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -25,16 +23,14 @@ from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
-from alignment.named import import_path
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
 from alignment.protocols import HasPurpose, SizedBatches
 from alignment.resume import rewind, settle, stand_at
 from alignment.schedulable import LR, Moved, Schedulable, Schedulables
+from alignment.settings import as_config, holds_callable, plain
 from alignment.stopping import droppable
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 STATE_KEY = "alignment"
 
@@ -367,49 +363,6 @@ class TrainingMixin(L.LightningModule):
         super().save_hyperparameters(*args, **kwargs)
         for name, value in list(self.hparams.items()):
             self.hparams[name] = plain(value)
-            if _holds_callable(self.hparams[name]):
+            if holds_callable(self.hparams[name]):
                 del self.hparams[name]
                 log.warning("checkpoints lack '%s': a callable in it has no import path; give it to load one", name)
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses to mappings, tuples to lists and functions to their import paths, recursively."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {k: plain(v) for k, v in value.items()}
-    if callable(value):
-        return import_path(value) or value
-    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _holds_callable(value: Any) -> bool:
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return callable(value) or any(map(_holds_callable, parts))
-
-
-def as_config(cls: type[T], value: T | Mapping[str, Any] | None) -> T:
-    """A config dataclass from itself or from a mapping of its fields, nested dataclasses included. Raises UserError for
-    a field that does not exist."""
-    if value is None:
-        return cls()
-    if isinstance(value, cls):
-        return value
-    if not isinstance(value, Mapping):
-        raise UserError(f"expected {cls.__name__} or a mapping of its fields, got {type(value).__name__}")
-    assert is_dataclass(cls)
-    known = {f.name for f in fields(cls)}
-    if unknown := sorted(set(value) - known):
-        raise UserError(f"{cls.__name__} has no field {', '.join(unknown)}; it has {', '.join(sorted(known))}")
-    hints = get_type_hints(cls)
-    return cls(**{name: _nested(hints[name], v) for name, v in value.items()})
-
-
-def _nested(hint: Any, value: Any) -> Any:
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    for option in options:
-        if is_dataclass(option) and isinstance(option, type) and isinstance(value, Mapping):
-            return as_config(option, value)
-        if get_origin(option) is tuple and isinstance(value, list):
-            return tuple(value)
-    return value

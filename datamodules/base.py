@@ -20,8 +20,8 @@ from alignment import distributed
 from alignment.chat import Template, TrainOn
 from alignment.errors import UserError
 from alignment.schedulable import Schedulable, Schedulables
+from alignment.settings import as_config
 from alignment.stages import FRACTION, MIX
-from alignment.training import as_config
 from datamodules.formats import Purpose
 from datamodules.grading import Grades
 from datamodules.loader import BatchOrder, SampleOrder, StatefulLoader

@@ -18,7 +18,7 @@ from alignment.chat import TemplateRefused
 from alignment.errors import UserError
 from alignment.prompting import DIFFICULTY
 from alignment.randomness import generator
-from alignment.training import as_config
+from alignment.settings import as_config
 from datamodules.base import GroupData
 from datamodules.difficulty import Labeller, StrataConfig
 from datamodules.grading import Grades

@@ -45,7 +45,7 @@ from alignment.penalties import KLConfig
 from alignment.policy import PolicyConfig
 from alignment.policy_losses import Reduction
 from alignment.rewards import RewardSpec
-from alignment.training import as_config
+from alignment.settings import as_config
 from alignment.update import Counts
 
 KL = KLConfig(coefficient=0.02)

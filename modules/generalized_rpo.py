@@ -28,8 +28,8 @@ from alignment.pair_losses import PairLogRatios
 from alignment.policy import PolicyConfig
 from alignment.regularised import RegularisedMixin
 from alignment.regularisers import Regularisers, TermCounts
+from alignment.settings import as_config
 from alignment.smoothness import Smoothness
-from alignment.training import as_config
 from alignment.update import Counts, group_weights
 from modules.dpo import DPO
 

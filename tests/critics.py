@@ -16,8 +16,8 @@ from alignment.metrics import Metrics
 from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig
+from alignment.settings import as_config
 from alignment.tiny import tiny_config
-from alignment.training import as_config
 from alignment.update import Counts
 from tests.toys import OPTIM
 

@@ -15,7 +15,7 @@ from alignment.rewards import SHIPPED
 from alignment.rewards.calls import BATCH, SINGLE, Function, Source, Wanted, check_arguments, describe, load, wanted
 from alignment.rewards.lookup import look_up
 from alignment.rewards.protocol import Condition, RewardSpec, Samples, SuiteConfig
-from alignment.training import as_config
+from alignment.settings import as_config
 
 AnySpec = RewardSpec | Mapping[str, Any] | str | Callable[..., Any]
 

@@ -32,7 +32,7 @@ from alignment.rewards.scaling import Scaling, agree, extremes_of
 from alignment.rewards.specs import AnySpec, bind, check, check_columns, digest, load_here, needed, source_of, to_spec
 from alignment.rewards.workers import Job, WorkerPool
 from alignment.rollout import RolloutStopped
-from alignment.training import as_config
+from alignment.settings import as_config
 
 SHARE = 8
 """Completions a worker gets at a time of a reward that scores single ones."""

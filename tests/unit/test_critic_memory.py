@@ -12,7 +12,8 @@ import torch
 from alignment.batches import Group, GroupBatch
 from alignment.critic import CriticConfig
 from alignment.errors import UserError
-from alignment.memory import Plan, advice, estimate, report, size
+from alignment.memory import Plan, estimate
+from alignment.memory_report import advice, report, size
 from alignment.optim import OptimConfig, build_optimizer
 from alignment.policy import LoRAConfig, PolicyConfig
 from tests.critics import COPY, KINDS, built, classifier, configs

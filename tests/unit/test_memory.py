@@ -12,7 +12,8 @@ from torch import nn
 from alignment import memory
 from alignment.batches import Group, GroupBatch
 from alignment.logprobs import LogProbEngine
-from alignment.memory import Plan, advice, available, estimate, report, size
+from alignment.memory import Plan, available, estimate
+from alignment.memory_report import advice, report, size
 from alignment.optim import OptimConfig, build_optimizer
 from alignment.policy import LoRAConfig, PolicyConfig, load_policy
 

@@ -18,6 +18,7 @@ from alignment.batches import GroupBatch
 from alignment.checkpoint import SafeCheckpointIO, load_checkpoint_folder
 from alignment.errors import UserError
 from alignment.export import export
+from alignment.memory_report import remedies
 from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig
 from alignment.reference import Reference
@@ -415,5 +416,5 @@ def test_the_estimate_counts_averages_in_fp32(alpha: float | None, bytes_a_value
 
 def test_advice_on_memory_offers_no_reference_that_cannot_move() -> None:
     plan = memory.Plan(policy=TINY, reference="copy", reference_alpha=0.6)
-    offered = {changed.reference for _, changed in memory.remedies(plan)}
+    offered = {changed.reference for _, changed in remedies(plan)}
     assert offered == {"copy", "frozen_adapter"}

@@ -23,7 +23,8 @@ from alignment.guard import FiniteGuard, TrainingDivergedError
 from alignment.losses import share
 from alignment.metrics import Metrics, mean_of
 from alignment.optim import OptimConfig, build_optimizer, build_schedule, lr_factor, peak_lr
-from alignment.training import TrainingMixin, as_config
+from alignment.settings import as_config
+from alignment.training import TrainingMixin
 from alignment.update import Counts, group_weights, row_weights, total_norm
 
 SGD = OptimConfig(lr=1.0, optimizer="sgd", schedule="constant", clip_norm=None)
