@@ -26,7 +26,8 @@ def pair_gaps(
 
     Args:
         batch: any number of pairs, read in micro-batches of at most `max_tokens` tokens.
-        log_ratios: (pairs, the policy's token log-probs [C]) -> policy against reference.
+        log_ratios: (pairs, the policy's token log-probs [C]) -> what delta is of: policy against reference, or without
+            a reference the policy alone.
     """
     gaps = torch.zeros(batch.num_prompts, device=batch.device)
     with evaluating(policy):

@@ -33,7 +33,7 @@ class HasLastMetrics(HasSchedulables, Protocol):
 
 @runtime_checkable
 class HasPairs(HasSchedulables, Protocol):
-    """A module that learns from preference pairs against a reference: `modules.DPO`.
+    """A module that learns from preference pairs of a data set: `modules.DPO`, `modules.SimPO` and their relatives.
 
     Attributes:
         before_batch: asked at the beginning of each training step: (the data's batch) -> the batch to train on. None:

@@ -24,6 +24,8 @@ from alignment.schedulable import HasSchedulables, Schedulable
 from alignment.watching import HasLastMetrics, HasPairs
 
 KL = "kl.coefficient"
+SCORES = ("val/rewards/accuracies", "val/accuracy", "val/reward")
+"""Validation metrics of which more is better, whatever beta is."""
 
 
 def strength(module: L.LightningModule, value: str | None, here: str) -> Schedulable:
@@ -43,7 +45,8 @@ class PlateauBeta(Callback):
     Event `plateau_beta`. It needs validation data.
 
     Args:
-        monitor: the score. Null: `val/rewards/accuracies` where there is beta, `val/reward` where rewards are.
+        monitor: the score. Null: the first of `val/rewards/accuracies` (preference pairs), `val/accuracy` (KTO) and
+            `val/reward` (modules that sample) that is logged.
         mode: whether more (`max`) or less (`min`) is better.
         factor: what beta is multiplied by, each time.
         patience: epochs in a row without a new best, and as many again after each fall.
@@ -88,15 +91,15 @@ class PlateauBeta(Callback):
     def _value(self, module: L.LightningModule) -> Schedulable:
         return strength(module, self.value, "callbacks.PlateauBeta")
 
-    def _watched(self, module: L.LightningModule) -> str:
+    def _watched(self, trainer: L.Trainer) -> str:
         if self.monitor is not None:
             return self.monitor
-        return "val/rewards/accuracies" if isinstance(module, HasPairs) else "val/reward"
+        return next((name for name in SCORES if name in trainer.callback_metrics), SCORES[0])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        score = watched(trainer, self._watched(pl_module), "callbacks.PlateauBeta")
+        score = watched(trainer, self._watched(trainer), "callbacks.PlateauBeta")
         score = score if self.mode == "max" else -score
         if trainer.sanity_checking or not math.isfinite(score):
             return
@@ -123,7 +126,7 @@ class PlateauBeta(Callback):
         record_event(
             trainer,
             "plateau_beta",
-            f"{self._watched(module)} has not got better than {best:.4g} for {self.plateau.patience} {times}: "
+            f"{self._watched(trainer)} has not got better than {best:.4g} for {self.plateau.patience} {times}: "
             f"{beta.name} {before:.4g} -> {beta.value:.4g}",
         )
 
@@ -143,7 +146,7 @@ class BatchBeta(Callback):
 
     It costs a pass of the model over the batch without gradient, and spares both passes of the pairs left out.
     Validation is under beta without this factor. Metrics: `beta_dpo/mean`, `beta_dpo/deviation` (the moving averages,
-    nats), `beta_dpo/kept`. It needs a module of preference pairs (modules.DPO).
+    nats), `beta_dpo/kept`. It needs a module of preference pairs.
 
     Args:
         alpha: how strongly beta follows the gaps, per nat.
@@ -228,7 +231,8 @@ class TargetKL(Callback):
 
     Args:
         target: the distance to hold, in the unit of the metric.
-        monitor: metric of an update. Null: `kl/data` where there are pairs, else `kl` (nats per token).
+        monitor: metric of an update. Null: `kl/data` where there are pairs, else `kl` (nats per token; in KTO per
+            completion).
         horizon: pairs or prompts over which an error of one clips to a change of 20 %.
         ema: share of the old value in a moving average of the metric.
         value: what is multiplied. Null: `beta`, or `kl.coefficient` for modules that sample.

@@ -40,6 +40,7 @@ from alignment.update import Counts
 
 SAMPLING = SamplingConfig(temperature=0.9)
 OPTIM = OptimConfig(lr=5e-7, warmup_steps=150)
+HOLDS = "what holds OnlineDPO to its reference is beta"
 
 
 class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
@@ -83,7 +84,7 @@ class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
         **settings: Any,
     ) -> None:
         if "kl" in settings:
-            raise UserError("kl cannot be set: what holds OnlineDPO to its reference is beta")
+            raise UserError(f"kl cannot be set: {HOLDS}")
         super().__init__(
             policy=policy,
             rewards=rewards,
@@ -95,6 +96,7 @@ class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
             **settings,
         )
         self.save_hyperparameters(ignore=self.fixed)
+        self.kl.strength.blocked = HOLDS
         if "modpo" in ([loss] if isinstance(loss, str) else loss):
             raise UserError("preference loss 'modpo' reads margins of a data set; here give rewards with weights")
         self.pair_loss = PairObjective(loss, loss_args, beta=beta, label_smoothing=label_smoothing)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from alignment.batches import GroupBatch
+from alignment.batches import Group, GroupBatch
 from alignment.controllers import Plateau
 from alignment.errors import UserError
 from alignment.pair_beta import PairBeta
 from alignment.pairs import pair_gaps
 from alignment.update import UNIT
 from callbacks import BatchBeta, PlateauBeta, TargetKL
-from modules import DPO, GRPO, SFT
+from modules import DPO, GRPO, KTO, SFT, OnlineDPO, SimPO
 from tests.callback_toys import Trained, weights
 from tests.rl_toys import fit, moved, online
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
@@ -239,6 +239,30 @@ def test_a_rule_that_does_nothing_changes_nothing(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+def labelled() -> FixedData:
+    rows = [Group(prompt=[1, i + 4], completions=[[i + 5, 3]], rows={"label": [float(i % 2)]}) for i in range(8)]
+    return FixedData(rows, batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "score"),
+    [
+        (lambda: SimPO(policy=TINY, optim=OPTIM, beta=0.1), pairs, ACCURACY),
+        (lambda: KTO(policy=TINY, optim=OPTIM, beta=0.1), labelled, "val/accuracy"),
+        (lambda: online(OnlineDPO, beta=0.1), lambda: None, "val/reward"),
+    ],
+)
+def test_what_a_plateau_is_of_by_default(
+    module: Any, data: Any, score: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No score is a new best after the first of the two validations."""
+    own, callback = module(), PlateauBeta(patience=1, min_delta=9.0, every="check")
+    settings = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "val_check_interval": 1}
+    fit(own, tmp_path, data(), callbacks=[callback], **settings)
+    assert own.beta == pytest.approx(0.08)
+    assert f"{score} has not got better" in caplog.text
+
+
 # ---------------------------------------------------------------------- a distance to hold
 
 
@@ -314,6 +338,12 @@ def test_bad_settings(make: Any, said: str) -> None:
     [
         (lambda: BatchBeta(), lambda: online(GRPO), r"BatchBeta needs a module of preference pairs .* not a GRPO"),
         (lambda: PlateauBeta(), lambda: online(GRPO), r"kl\.coefficient cannot be moved: at 0 no reference is loaded"),
+        (
+            lambda: TargetKL(1.0, value="kl.coefficient"),
+            lambda: online(OnlineDPO),
+            r"kl\.coefficient cannot be moved: what holds OnlineDPO to its reference is beta",
+        ),
+        (lambda: TargetKL(1.0), lambda: SimPO(policy=TINY, optim=OPTIM), "watches kl/data, which no update reports"),
         (lambda: PlateauBeta(value="betta"), dpo, "no value 'betta'"),
         (lambda: PlateauBeta("val/acc"), dpo, r"watches val/acc, which is not logged; there is val/.*accuracies"),
         (
@@ -326,7 +356,7 @@ def test_bad_settings(make: Any, said: str) -> None:
 )
 def test_where_they_do_not_belong(callback: Any, module: Any, said: str, tmp_path: Path) -> None:
     own = module()
-    data = pairs() if isinstance(own, DPO) else None
+    data = pairs() if isinstance(own, DPO | SimPO) else None
     with pytest.raises(UserError, match=said) as caught:
         fit(own, tmp_path, data, callbacks=[callback()], limit_val_batches=1)
     assert "\n" not in str(caught.value)

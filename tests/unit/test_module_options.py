@@ -90,6 +90,7 @@ def test_dpo_metrics_by_hand() -> None:
             "logps/chosen": -15.0,
             "logps/rejected": -40 / 3,
             "delta": 1.4 / 3,
+            "kl/data": (1 + 0.25 + 1 + 0.25 + 0.64 + 0.16) / 4 / 3,
             "beta": 0.1,
         },
         abs=2e-6,

@@ -14,6 +14,7 @@ from alignment.errors import UserError
 from alignment.logprobs import TokenStats
 from alignment.update import Counts
 from modules import CPO, ORPO, SimPO
+from tests.rl_toys import moved
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 # Summed log-probs and lengths of [G-DPO]; means -2, -2.5, -5 and -2, -4.75, -3. The chosen have 45 nats in 16 tokens.
@@ -118,3 +119,14 @@ def test_there_is_no_reference_and_predictions_have_rewards(kind: Any, tmp_path:
 def test_mistakes(kind: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         kind(policy=TINY, **settings)
+
+
+@pytest.mark.parametrize(("kind", "mean"), [(SimPO, True), (ORPO, True), (CPO, False)])
+def test_gaps_are_those_of_the_rewards(kind: Any, mean: bool) -> None:
+    """What callbacks know as a model's confidence: of means of log-probs where rewards are, else of sums."""
+    module = moved(kind(policy=TINY, micro_batch_tokens=20))
+    batch = GroupBatch.from_groups(groups(5, 2))
+    logps = module.engine(batch).logps
+    size = batch.scored_lengths() if mean else torch.ones(batch.num_completions)
+    chosen, rejected = batch.pair(batch.sum_tokens(logps) / size)
+    torch.testing.assert_close(module.preference_gaps(batch), (chosen - rejected).detach(), rtol=1e-4, atol=1e-5)
