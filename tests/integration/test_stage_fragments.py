@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,6 @@ def test_as_its_comment_says(name: str, workdir: Path) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
     (use,) = re.findall(r"# Use: alignment (fit .*)", text)
     words = shlex.split(use.replace("configs/", f"{REPOSITORY / 'configs'}/"))
-    if "generalized_rpo" in use and find_spec("modules.generalized_rpo") is None:
-        pytest.skip("modules.GeneralizedRPO is not in this tree")
     assert str(FOLDER / f"{name}.yaml") in words
     extra = SAMPLES if "grpo.yaml" in use else []
     assert main([*words, *SHORT, *QUIET, *extra]) == 0
