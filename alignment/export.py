@@ -146,7 +146,7 @@ def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
 
 def _merged(trained: _Trained) -> PreTrainedModel:
     """A fresh model in full precision with the trained weights in it; the live one is left as it is."""
-    config = replace(trained.config, quantization="none", gradient_checkpointing=False)
+    config = replace(trained.config, quantization="none", gradient_checkpointing=False, compile=False)
     model = load_policy(config)
     _fill(model, trained.weights, adapter_only=config.lora is not None)
     if isinstance(model, PeftModel):
@@ -160,7 +160,7 @@ def _adapter(trained: _Trained) -> PeftModel:
     name = trained.config.name
     if trained.config.from_scratch or locate(name).gguf_file is not None:
         raise UserError(f"an adapter on '{name}' cannot be loaded by name; export it merged (--merge_lora true)")
-    model = load_policy(replace(trained.config, gradient_checkpointing=False))
+    model = load_policy(replace(trained.config, gradient_checkpointing=False, compile=False))
     assert isinstance(model, PeftModel)
     _fill(model, trained.weights, adapter_only=True)
     source = locate(name)

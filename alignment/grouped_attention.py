@@ -47,20 +47,22 @@ def configs_of(inner: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @contextmanager
 def attending_by(name: str, configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """Inside the block a model with these configs that attends by sdpa does so by the attention of this name."""
-    changed = [config for config in configs if config._attn_implementation == "sdpa"]
+    """Inside the block a model with these configs that attends by sdpa or flex_attention does so by the attention of
+    this name."""
+    before = [(config, config._attn_implementation) for config in configs]
+    changed = [(config, own) for config, own in before if own in ("sdpa", "flex_attention")]
     try:
-        for config in changed:
+        for config, _ in changed:
             config._attn_implementation = name
         yield
     finally:
-        for config in changed:
-            config._attn_implementation = "sdpa"
+        for config, own in changed:
+            config._attn_implementation = own
 
 
 @contextmanager
 def grouped_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """Inside the block a model with these configs that attends by sdpa does so without copies.
+    """Inside the block a model with these configs that attends by sdpa or flex_attention attends by sdpa, uncopied.
 
     It must be given its masks: under this name transformers makes none.
     """

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from alignment.adapters import is_adapted
 from alignment.batches import Group
+from alignment.compiled import uncompiled
 from alignment.decoder_check import decoder_difference
 from alignment.decoding import Decoder, PlainDecoder
 from alignment.errors import UserError
@@ -158,8 +159,8 @@ class LocalRollout:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """No gradients, eval mode."""
-        with torch.no_grad(), evaluating(self._model):
+        """No gradients, eval mode, layers as they are."""
+        with torch.no_grad(), evaluating(self._model), uncompiled(self._model):
             yield
 
     # ------------------------------------------------------------------ sampling

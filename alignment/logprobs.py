@@ -27,9 +27,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from alignment.batches import GroupBatch
+from alignment.block_mask import block_mask
+from alignment.compiled import uncompiled
 from alignment.errors import UserError
 from alignment.grouped_attention import configs_of
 from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
@@ -46,6 +49,7 @@ BF16_BOUND = 0.03
 
 Path = Literal["auto", "shared", "plain"]
 Hidden = Literal["before", "at"] | None
+Mask = Tensor | BlockMask
 
 _Found = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -246,11 +250,16 @@ class LogProbEngine:
         limits = (limit for mask in layer_masks(self._config).values() for limit in (mask.window, mask.chunk))
         return all(limit is None or limit >= longest for limit in limits)
 
-    def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
+    def _masks(self, layout: Layout) -> Mask | dict[str, Mask]:
         """One mask, or one per kind of layer where a model has several kinds (it then takes them by name)."""
-        masks = {kind: attention_mask(layout, layer) for kind, layer in layer_masks(self._config).items()}
-        if self._config._attn_implementation == "eager":
-            masks = {kind: additive(mask, self._inner.dtype) for kind, mask in masks.items()}
+        layers, attention = layer_masks(self._config), self._config._attn_implementation
+        masks: dict[str, Mask] = {}
+        for kind, layer in layers.items():
+            if attention == "flex_attention":
+                masks[kind] = block_mask(layout, layer)
+            else:
+                mask = attention_mask(layout, layer)
+                masks[kind] = additive(mask, self._inner.dtype) if attention == "eager" else mask
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     # ------------------------------------------------------------------ plain path
@@ -304,7 +313,8 @@ class LogProbEngine:
         name = type(self._inner).__name__
         low = is_low_precision(self._inner)
         probe = Probe(config=self._config, device=next(self._inner.parameters()).device)
-        with evaluating(self._model), torch.no_grad(), torch.autocast(probe.device.type, enabled=False):
+        exact = torch.autocast(probe.device.type, enabled=False)
+        with evaluating(self._model), uncompiled(self._model), torch.no_grad(), exact:
             check_causal(name, probe, self._probe_path, low_precision=low)
             if self._asked == "plain":
                 reason = "it was asked for"

@@ -20,6 +20,7 @@ from alignment import memory
 from alignment.batches import GroupBatch
 from alignment.chat import end_ids
 from alignment.checkpoint import load_module
+from alignment.compiled import check_attention, check_compiler, uncompiled
 from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine
 from alignment.memory_report import report
@@ -100,7 +101,8 @@ class PolicyMixin(TrainingMixin):
             optim=optim,
             micro_batch_tokens=tokens,
             row_tokens=longest or None,
-            masks=self.target_device.type != "cpu" or policy.attention != "sdpa" or policy.gradient_checkpointing,
+            masks=policy.attention != "flex_attention"
+            and (self.target_device.type != "cpu" or policy.attention != "sdpa" or policy.gradient_checkpointing),
         )
 
     def _report_memory(self, trainer: L.Trainer) -> None:
@@ -111,6 +113,10 @@ class PolicyMixin(TrainingMixin):
 
     def build_policy(self, config: PolicyConfig) -> nn.Module:
         """A policy on the device it will train on, so that what is checked now is what runs later."""
+        training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        check_attention(config.attention, self.target_device, training=training)
+        if config.compile:
+            check_compiler(self.target_device, "policy.compile")
         policy = load_policy(config, self.transforms)
         check_vocabulary(policy, self.tokenizer)
         return policy.to(self.target_device)
@@ -176,14 +182,15 @@ class PolicyMixin(TrainingMixin):
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=batch.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=batch.device)
-        output = self.policy.generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=ends,
-        )
+        with uncompiled(self.policy):
+            output = self.policy.generate(  # type: ignore[operator]
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=pad,
+                eos_token_id=ends,
+            )
         return [_until(row, ends) for row in output[:, width:].tolist()]
 
     def texts(self, batch: GroupBatch) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from alignment.compiled import compile_layers
 from alignment.errors import UserError
 from alignment.quantize import Quantization, bitsandbytes_config, keep_4bit_as_read
 from alignment.sources import Source, adapter_config, loading, locate, locate_adapter
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]
 
 
 @dataclass(kw_only=True)
@@ -89,10 +91,13 @@ class PolicyConfig:
         tokenizer: hub id or folder of another tokenizer than the policy's own. With `arch`, null means the tiny one.
         revision: branch, tag or commit of a hub id.
         dtype: number format of the weights; `auto` keeps the checkpoint's.
-        attention: attention implementation of transformers.
+        attention: attention implementation of transformers. `flex_attention` skips what completions of a prompt do not
+            see of each other; it trains on a GPU only, and knows no dropout.
         lora: train adapters instead of all weights; null trains all weights.
         quantization: keep the frozen base in 4 or 8 bits (bitsandbytes); needs `lora`.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
+        compile: run each decoder layer through torch.compile, in training and evaluation, not in rollouts. Needs a C++
+            compiler on a CPU, Triton on a GPU; the first steps take longer.
         dropout: keep the dropout of the model's configuration. Off, every probability is set to 0.
         logprob_path: `shared` computes each prompt once for all its completions, `plain` pads rows; `auto` checks that
             both agree for this model and takes `shared` if they do.
@@ -106,10 +111,11 @@ class PolicyConfig:
     tokenizer: str | None = None
     revision: str | None = None
     dtype: DTypeName = "float32"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attention: Attention = "sdpa"
     lora: LoRAConfig | None = None
     quantization: Quantization = "none"
     gradient_checkpointing: bool = False
+    compile: bool = False
     dropout: bool = False
     logprob_path: Literal["auto", "shared", "plain"] = "auto"
     trust_remote_code: bool = False
@@ -117,12 +123,14 @@ class PolicyConfig:
     init_seed: int = 0
 
     def __post_init__(self) -> None:
-        for field, kind in (("dtype", DTypeName), ("quantization", Quantization)):
+        for field, kind in (("dtype", DTypeName), ("attention", Attention), ("quantization", Quantization)):
             value = getattr(self, field)
             if value not in get_args(kind):
                 raise UserError(f"policy.{field} is one of {', '.join(get_args(kind))}; got '{value}'")
         if self.quantization != "none" and self.lora is None:
             raise UserError(f"policy.quantization={self.quantization} freezes the base: set policy.lora as well")
+        if self.attention == "flex_attention" and self.dropout:
+            raise UserError("policy.attention=flex_attention knows no dropout; set policy.dropout=false or use sdpa")
         if self.arch is not None and "model_type" not in self.arch:
             raise UserError("policy.arch needs model_type (for example llama, qwen3, gemma3_text)")
 
@@ -200,7 +208,7 @@ def load_policy(config: PolicyConfig, transforms: Transforms | None = None) -> n
 
     Args:
         config: see PolicyConfig.
-        transforms: further steps (float8, sharding, compilation) registered by callbacks; not changed.
+        transforms: further steps (float8, sharding) registered by callbacks; not changed.
 
     Raises:
         UserError: nothing loadable under that name, or settings that do not go together; one line.
@@ -216,10 +224,12 @@ def load_policy(config: PolicyConfig, transforms: Transforms | None = None) -> n
 
 def prepare(model: PreTrainedModel, config: PolicyConfig, transforms: Transforms) -> nn.Module:
     """A model as it was read, made fit for training: dropout off unless asked for, activations checkpointed if asked
-    for, then `transforms`; in training mode."""
+    for, layers compiled if asked for, and `transforms`; in training mode."""
     steps = transforms.copy()
     if config.gradient_checkpointing:
         steps.register("activation_checkpointing", _checkpoint_activations)
+    if config.compile:
+        steps.register("compile", compile_layers)
     if not config.dropout:
         disable_dropout(model)
     # transformers gives the embedding of the pad id no gradient. Where pad is also the end-of-text token, one of

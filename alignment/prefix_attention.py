@@ -91,6 +91,11 @@ def _attention(
 AttentionInterface.register(_NAME, _attention)
 
 
+def keep_out_of_graphs() -> None:
+    """From now on compiled layers leave their graph for this attention: where its groups lie differs in every batch."""
+    AttentionInterface.register(_NAME, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+
+
 def _group(q: Tensor, k: Tensor, v: Tensor, section: Section, scale: float, dropout: float) -> Tensor:
     """[B, heads, n, d] of groups of the same shape."""
     lengths = [length for length in section.completions if length]

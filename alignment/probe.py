@@ -76,8 +76,8 @@ def obstacle(trunk: nn.Module, head: nn.Module | None, config: PreTrainedConfig)
     """Why the shared path cannot work, as far as it shows without running the model; "" if nothing does."""
     if "position_ids" not in inspect.signature(type(trunk).forward).parameters:
         return "it takes no position ids, so completions cannot share a prompt"
-    if (attention := config._attn_implementation) not in ("sdpa", "eager"):
-        return f"its attention '{attention}' takes no mask of its own; sdpa and eager do"
+    if (attention := config._attn_implementation) not in ("sdpa", "eager", "flex_attention"):
+        return f"its attention '{attention}' takes no mask of its own; sdpa, eager and flex_attention do"
     try:
         layer_masks(config)
     except ValueError as error:

@@ -4,6 +4,7 @@
     optimizer   AdamW fused against torch's loop, a step of 15M parameters
     rollout     W6's completions in bf16-mixed, weights cast once against in every decode step
     decode      attention of a decode step: torch's against plain products
+from benchmarks.performance import compiling
     head        logits kept for the backward of the LM head against computed again; forward and backward
     embedding   rows added to the head's gradient of a tied weight against torch's dense one; backward of both
     clip        the gradients' norm; clipping before the optimizer's step and inside it; the step without
@@ -35,6 +36,7 @@ from alignment.rollout import SamplingConfig
 from alignment.tied_rows import TiedRows, gathering_gradients
 from alignment.update import total_norm
 from benchmarks.online.bench import table
+from benchmarks.performance import compiling
 from benchmarks.performance.workloads import SMALL, WIDE, WIDEST, WORKLOADS, make_model, rows_of
 
 REPEATS = 12
@@ -208,6 +210,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
     "head": head,
     "embedding": embedding,
     "clip": clip,
+    "compile": lambda: table(compiling.HEAD, compiling.lines()),
 }
 
 
