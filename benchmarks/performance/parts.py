@@ -4,10 +4,10 @@
     optimizer   AdamW fused against torch's loop, a step of 15M parameters
     rollout     W6's completions in bf16-mixed, weights cast once against in every decode step
     decode      attention of a decode step: torch's against plain products
-from benchmarks.performance import compiling
     head        logits kept for the backward of the LM head against computed again; forward and backward
     embedding   rows added to the head's gradient of a tied weight against torch's dense one; backward of both
     clip        the gradients' norm; clipping before the optimizer's step and inside it; the step without
+    compile     torch.compile of layers, of the LM head's gradient and of a rollout, with what compiling costs
 
 CPU seconds of this process, the least of some repeats that take turns. docs/performance_log.md has what was found.
 """
