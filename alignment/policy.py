@@ -91,8 +91,7 @@ class PolicyConfig:
         tokenizer: hub id or folder of another tokenizer than the policy's own. With `arch`, null means the tiny one.
         revision: branch, tag or commit of a hub id.
         dtype: number format of the weights; `auto` keeps the checkpoint's.
-        attention: attention implementation of transformers. `flex_attention` skips what completions of a prompt do not
-            see of each other; it trains on a GPU only, and knows no dropout.
+        attention: attention implementation of transformers; `flex_attention` trains on GPUs only (docs/performance.md).
         lora: train adapters instead of all weights; null trains all weights.
         quantization: keep the frozen base in 4 or 8 bits (bitsandbytes); needs `lora`.
         gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
