@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class PairedMixin(PolicyMixin):
     """
 
     reads = "preference"
-    moving = ("beta",)
+    moving: ClassVar[tuple[str, ...]] = ("beta",)
 
     pair_loss: PairObjective
     beta: float

@@ -53,7 +53,11 @@ class RegularisedMixin(ReferencedMixin):
     vocabulary: int
 
     if TYPE_CHECKING:  # bodies here would hide those of the class that follows in a module's bases
-        asked: Mapping[str, Any]
+
+        @property
+        def asked(self) -> dict[str, Any]:
+            """What the loss asks the engine for beside token log-probs."""
+            ...
 
         def preference(self, micro: GroupBatch, stats: TokenStats, counts: Counts) -> tuple[dict[str, Tensor], Metrics]:
             """Name -> share of the loss, dpo among them; and metrics."""

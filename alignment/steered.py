@@ -65,6 +65,10 @@ class SteeredMixin(HeadedMixin):
     def train_batch(self, batch: GroupBatch) -> None:
         super().train_batch(batch if self.feed is None else self.feed(batch))
 
+    def claim_head(self, name: str, cause: str) -> None:
+        """Say in a callback's `setup` that this cause may scale the learning rate of a head."""
+        self.schedulables[f"{LR}/{name}"].claim(cause)
+
     def scale_head(self, name: str, cause: str, factor: float) -> None:
         """Multiply the learning rate of a head. Each cause has one factor, which replaces its last one."""
         self.schedulables[f"{LR}/{name}"].scale(cause, factor)

@@ -90,6 +90,10 @@ class HasHeads(HasMetrics, Protocol):
     flat: dict[str, float]
     clipped: dict[str, float]
 
+    def claim_head(self, name: str, cause: str) -> None:
+        """Say in a callback's `setup` that this cause may scale the learning rate of a head, so that the rate is logged
+        from the first update on, and what a checkpoint holds of it stays."""
+
     def scale_head(self, name: str, cause: str, factor: float) -> None:
         """Multiply the learning rate of a head. Each cause has one factor, which replaces its last one."""
 

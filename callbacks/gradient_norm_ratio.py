@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -23,6 +23,7 @@ BAND = (2 / 3, 3 / 2)
 TOLD = 1.25
 """How much a factor moves, up or down, until it is told again: it moves a little at every update."""
 HEAD = "head/"
+CAUSE = "gradient ratio"
 
 
 class GradientNormRatio(Callback):
@@ -84,6 +85,8 @@ class GradientNormRatio(Callback):
             )
         if self.control:
             _check_control(pl_module, of)
+            if of == "heads":
+                _claim(pl_module, self._keys(pl_module, of))
         if of != "groups":
             self._check_names(set(self._keys(pl_module, of)), of)
 
@@ -127,8 +130,8 @@ class GradientNormRatio(Callback):
     # ------------------------------------------------------------------ at each update
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.control and self.averages:
-            self._steer(pl_module)
+        if self.control and self.averages and self._kind(pl_module) == "rewards":
+            self._steer(pl_module)  # factors on heads' learning rates are in the module's own state
 
     def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None:
         measured, names = self._measured(module, norms)
@@ -180,7 +183,7 @@ class GradientNormRatio(Callback):
         else:
             assert isinstance(module, HasHeads)
             for name, factor in chosen.items():
-                module.scale_head(name, "gradient ratio", factor)
+                module.scale_head(name, CAUSE, factor)
         return chosen
 
     # ------------------------------------------------------------------ state
@@ -200,6 +203,12 @@ def _kinds(module: L.LightningModule) -> list[Of]:
     if isinstance(module, HasHeads):
         found.append("heads")
     return [*found, "groups"]
+
+
+def _claim(module: L.LightningModule, heads: Iterable[str]) -> None:
+    assert isinstance(module, HasHeads)
+    for name in heads:
+        module.claim_head(name, CAUSE)
 
 
 def _check_control(module: L.LightningModule, of: Of) -> None:

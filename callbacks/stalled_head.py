@@ -13,6 +13,7 @@ from alignment.errors import UserError
 from alignment.events import record_event
 from alignment.watching import HasHeads
 
+CAUSE = "stalled"
 SMALL_WEIGHT = 1e-3
 """Fusion weight from which down hardly anything reaches a head."""
 
@@ -56,11 +57,8 @@ class StalledHead(Callback):
                 f"callbacks.StalledHead needs a policy with heads (modules.DecoupledPO), not a "
                 f"{type(pl_module).__name__}; leave the callback out"
             )
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(pl_module, HasHeads)
-        for name, factor in self.factors.items():
-            pl_module.scale_head(name, "stalled", factor)
+        for name in pl_module.weights:
+            pl_module.claim_head(name, CAUSE)
 
     def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None:
         assert isinstance(module, HasHeads)
@@ -99,7 +97,7 @@ class StalledHead(Callback):
         before = self.factors.get(name, 1.0)
         now = min(before * self.factor, self.cap)
         self.factors[name] = now
-        module.scale_head(name, "stalled", now)
+        module.scale_head(name, CAUSE, now)
         if now == before:
             self._told.add(name)
         rate = f"its rate x {now:.3g}" if now > before else f"its rate stays at x {now:.3g}, the cap"

@@ -131,7 +131,8 @@ class Draws:
             raise UserError(f"{FRACTION} is {fraction:g} and no row has a confidence; only callbacks.Stages gives them")
         count = max(1, math.ceil(fraction * len(members) - 1e-9))
         ranks = self._rank[members]
-        return members[ranks <= np.partition(ranks, count - 1)[count - 1]]
+        kept: np.ndarray = members[ranks <= np.partition(ranks, count - 1)[count - 1]]
+        return kept
 
     def _take(self, pool: np.ndarray, count: int) -> list[int]:
         taken: list[int] = []
@@ -146,7 +147,7 @@ class Draws:
     def _keys(self, pool: np.ndarray) -> np.ndarray:
         """[pool] rising: how often a row was given, then its place in the order of that time."""
         given = self.counts[pool]
-        keys = given.astype(np.float64)
+        keys: np.ndarray = given.astype(np.float64)
         for time in range(int(given.min()), int(given.max()) + 1):
             mine = given == time
             keys[mine] += self._order(time)[pool[mine]] / len(self.counts)

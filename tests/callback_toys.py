@@ -55,6 +55,9 @@ class Headed:
         self.scaled: list[tuple[str, float]] = []
         self.noted: list[dict[str, float]] = []
 
+    def claim_head(self, name: str, cause: str) -> None:
+        """Nothing is kept of it."""
+
     def scale_head(self, name: str, cause: str, factor: float) -> None:
         self.scaled.append((name, factor))
 
