@@ -10,13 +10,13 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, Protocol, runtime_checkable
 
-from alignment.batches import GroupBatch
 from alignment.panels import colour_bar, diverging, panels, plain_axes
 from alignment.pareto import on_front
+from alignment.protocols import Judges
 
 
 @runtime_checkable
-class HasDial(Protocol):
+class HasDial(Judges, Protocol):
     """A module that is evaluated under a preference among its rewards: `alignment.headed.HeadedMixin`.
 
     Attributes:
@@ -28,10 +28,6 @@ class HasDial(Protocol):
 
     def turn_dial(self, weights: Mapping[str, float]) -> None:
         """Evaluate under these weights from now on."""
-        ...
-
-    def judge(self, batch: GroupBatch) -> list[dict[str, Any]]:
-        """Rows of sampled completions, with the mapping `rewards`: name -> value, None where it abstained."""
         ...
 
 

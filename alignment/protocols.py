@@ -4,12 +4,12 @@ engine never imports either. All are checked with `isinstance`."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
 
-from alignment.batches import Group
+from alignment.batches import Group, GroupBatch
 from alignment.schedulable import Schedulables
 
 
@@ -100,3 +100,12 @@ class PlansData(Protocol):
         """[n]: from now on the rows in use are those of the highest confidence."""
 
     def groups(self, split: Literal["train", "val", "test", "predict"]) -> Rows: ...
+
+
+@runtime_checkable
+class Judges(Protocol):
+    """A module that samples and scores prompts outside of a loop: `alignment.online.OnlineMixin`."""
+
+    def judge(self, batch: GroupBatch) -> list[dict[str, Any]]:
+        """Rows of sampled completions, with the mapping `rewards`: name -> value, None where it abstained."""
+        ...

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -15,10 +15,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from alignment import distributed
-from alignment.batches import GroupBatch
 from alignment.errors import UserError
 from alignment.folders import run_folder
 from alignment.fusion_profile import FusionProfile, HasProfile
+from alignment.protocols import Judges
 from alignment.reward_history import Evaluation, History, draw_fusion, draw_rewards, evaluation
 from alignment.tracking import TrackingLogger
 
@@ -103,7 +103,9 @@ class RewardFigures(Callback):
         """Where the last updates came after the last validation, what they led to is sampled now; the last checkpoint
         is written by then, and does not know of it. A collective."""
         data, done, last = trainer.val_dataloaders, self.history.evaluations, _step(trainer) - 1
-        if data is None or (done and done[-1].step == last) or not isinstance(pl_module, Judges):
+        if trainer.fast_dev_run or data is None or not isinstance(pl_module, Judges):  # type: ignore[attr-defined]
+            return
+        if done and done[-1].step == last:
             return
         self._rows, most = [], trainer.num_val_batches[0]
         with trainer.precision_plugin.val_step_context():
@@ -172,15 +174,6 @@ class RewardFigures(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state_dict(state_dict)
-
-
-@runtime_checkable
-class Judges(Protocol):
-    """A module that samples and scores prompts outside of a loop: `alignment.online.OnlineMixin`."""
-
-    def judge(self, batch: GroupBatch) -> list[dict[str, Any]]:
-        """Rows of sampled completions, with the mapping `rewards`: name -> value, None where it abstained."""
-        ...
 
 
 def _told(found: Evaluation | None) -> dict[str, float]:

@@ -55,17 +55,23 @@ def softplus(x: float) -> float:
     return math.log1p(math.exp(x))
 
 
+GOLDEN: list[tuple[dict[str, Any], float]] = [
+    ({}, 0.672270),
+    ({"beta": 0.2}, 0.656281),
+    ({"loss": "hinge"}, 0.953333),
+    ({"loss": "ipo"}, 24.858432),
+    ({"loss": "ipo_sum"}, 22.3),
+    ({"label_smoothing": 0.1}, 0.676937),
+    ({"loss": "robust", "label_smoothing": 0.1}, 0.666437),
+    ({"loss": "sigmoid_norm", "beta": 5.0}, 0.960458),
+]
+"""[G-DPO]: settings of a module -> its loss."""
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, 0.672270),
-        ({"beta": 0.2}, 0.656281),
-        ({"loss": "hinge"}, 0.953333),
-        ({"loss": "ipo"}, 24.858432),
-        ({"loss": "ipo_sum"}, 22.3),
-        ({"label_smoothing": 0.1}, 0.676937),
-        ({"loss": "robust", "label_smoothing": 0.1}, 0.666437),
-        ({"loss": "sigmoid_norm", "beta": 5.0}, 0.960458),
+        *GOLDEN,
         # Beyond the shared 5, 4 and 3 tokens half counts: j = -0.5 (5 + 1/2) / 6 in the first pair, c = 0.5 (4 + 2) / 8
         # in the second, so delta = 1.458333, 1.175, -1.4.
         ({"ld_alpha": 0.5}, (softplus(-0.1458333) + softplus(-0.1175) + softplus(0.14)) / 3),

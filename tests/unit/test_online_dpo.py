@@ -25,6 +25,7 @@ from modules.dpo import DPO
 from modules.online_dpo import OnlineDPO
 from tests.rl_toys import SAMPLING, SaidBefore, fit, here, moved, odd, online, prompts, scripted
 from tests.toys import TINY, FixedData, trainer
+from tests.unit.test_module_options import GOLDEN
 
 NAN = float("nan")
 SGD = OptimConfig(lr=1e-2, optimizer="sgd", schedule="constant", clip_norm=None)
@@ -129,14 +130,7 @@ def golden() -> GroupBatch:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, 0.672270),
-        ({"beta": 0.2}, 0.656281),
-        ({"loss": "hinge"}, 0.953333),
-        ({"loss": "ipo"}, 24.858432),
-        ({"loss": "ipo_sum"}, 22.3),
-        ({"label_smoothing": 0.1}, 0.676937),
-        ({"loss": "robust", "label_smoothing": 0.1}, 0.666437),
-        ({"loss": "sigmoid_norm", "beta": 5.0}, 0.960458),
+        *GOLDEN,
         # [G-DPO] of the rest of the family, and a mix.
         ({"loss": "exo"}, 2.683239),
         ({"loss": "nca"}, 1.376252),
