@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.ports import meeting_port
 
@@ -32,3 +35,16 @@ def run_pair(checks: str, folder: Path, timeout: float) -> None:
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+
+
+def of_two(checks: str, folder: Path, timeout: float) -> list[dict[str, Any]]:
+    """What both ranks wrote as JSON."""
+    run_pair(checks, folder, timeout)
+    return [json.loads((folder / f"results.rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def of_one(run_all: Callable[[int, Path], object], folder: Path) -> dict[str, Any]:
+    """What the same checks write in this process alone."""
+    run_all(1, folder)
+    found: dict[str, Any] = json.loads((folder / "results.rank0.json").read_text())
+    return found

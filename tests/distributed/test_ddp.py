@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import ddp_checks
-from tests.distributed.pair import run_pair
+from tests.distributed.pair import of_one, of_two
 
 MODULES = tuple(ddp_checks.MODULES)
 Results = dict[str, Any]
@@ -18,17 +18,12 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of both ranks."""
-    folder = tmp_path_factory.mktemp("two")
-    run_pair("ddp_checks", folder, timeout=400)
-    return [json.loads((folder / f"results.rank{rank}.json").read_text()) for rank in range(2)]
+    return of_two("ddp_checks", tmp_path_factory.mktemp("two"), timeout=400)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("one")
-    ddp_checks.run_all(1, folder)
-    results: Results = json.loads((folder / "results.rank0.json").read_text())
-    return results
+    return of_one(ddp_checks.run_all, tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 import pytest
 
 from tests.distributed import generalized_rpo_checks as checks
-from tests.distributed.pair import run_pair
+from tests.distributed.pair import of_one, of_two
 
 Results = dict[str, Any]
 
@@ -17,17 +16,12 @@ Results = dict[str, Any]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     """Results of both ranks."""
-    folder = tmp_path_factory.mktemp("two")
-    run_pair("generalized_rpo_checks", folder, timeout=240)
-    return [json.loads((folder / f"results.rank{rank}.json").read_text()) for rank in range(2)]
+    return of_two("generalized_rpo_checks", tmp_path_factory.mktemp("two"), timeout=240)
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("one")
-    checks.run_all(1, folder)
-    results: Results = json.loads((folder / "results.rank0.json").read_text())
-    return results
+    return of_one(checks.run_all, tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize("name", list(checks.RUNS))
