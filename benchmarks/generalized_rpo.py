@@ -1,7 +1,8 @@
 """DPO against GeneralizedRPO: what its terms buy and what they cost, on held-out pairs and in the model's own words.
 
     python -m benchmarks.generalized_rpo --work FOLDER [--model models/smollm2] [--data world:support]
-        [--seeds 0 1 2] [--variants dpo default] [--rows 512] [--sft-rows 256] [--prompts 32] [--samples 8]
+        [--seeds 0 1 2] [--variants dpo default] [--rows 512] [--sft-rows 256] [--val-fraction 0.05]
+        [--precision bf16-mixed] [--prompts 32] [--samples 8]
 
 Every variant is one class with other weights of its terms: with both at 0 its loss and gradient are those of
 `modules.DPO` (tests/unit/test_generalized_rpo.py), and it still measures what the others train on. All start from the
@@ -17,8 +18,10 @@ the same new adapter. Then, on held-out pairs (of products that no training row 
     right, warmth judged on the samples, where the data is the built-in world (`alignment.world`)
     length        tokens of a sample; seconds: of training
 
+`--data` may be any file that `datamodules.PreferenceData` reads; `--val-fraction` says how much of it is held out.
 Writes `generalized_rpo.json` and `generalized_rpo.md` to `--out`: each measure by variant, and its difference from DPO
-paired by seed with a 95 % interval of Student's t. A finished run is not done again: `--work` keeps its figures.
+paired by seed with a 95 % interval of Student's t. Both keep what was found on other data, a section each. A finished
+run is not done again: `--work` keeps its figures.
 """
 
 from __future__ import annotations
@@ -85,9 +88,10 @@ class Plan:
 
     Args:
         model: folder of the model. data: what pairs come from. rows: training pairs. sft_rows: rows of the SFT before.
-        eval_rows: most held-out pairs, of validation and of test.
+        eval_rows: most held-out pairs, of validation and of test, where the data has rows of their own for those.
+        val_fraction: of the prompts held out, where it has not.
         prompts: held-out prompts that are answered. samples: replies to each, at temperature 1.
-        lr, batch_size: of training. lora: rank of the adapter; 0 trains all weights.
+        lr, batch_size, precision: of training. lora: rank of the adapter; 0 trains all weights.
     """
 
     model: str
@@ -95,10 +99,12 @@ class Plan:
     rows: int = 512
     sft_rows: int = 256
     eval_rows: int = 128
+    val_fraction: float = 0.05
     prompts: int = 32
     samples: int = 8
     lr: float = 3e-4
     batch_size: int = 8
+    precision: str = "32-true"
     lora: int = 16
     max_tokens: int = 48
 
@@ -128,6 +134,7 @@ def _common(plan: Plan, model: Path) -> list[str]:
         "--trainer.accelerator=cpu",
         "--trainer.enable_progress_bar=false",
         "--trainer.num_sanity_val_steps=0",
+        f"--trainer.precision={plan.precision}",
         f"--data.batch_size={plan.batch_size}",
     ]
 
@@ -146,6 +153,7 @@ def train(plan: Plan, model: Path, variant: str, seed: int) -> tuple[Run, Run]:
         f"--data.path={plan.data}",
         f"--data.max_rows={plan.rows}",
         f"--data.max_eval_rows={plan.eval_rows}",
+        f"--data.val_fraction={plan.val_fraction}",
         *(f"--model.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items()),
     ]
     config, name = str(REPOSITORY / "configs/generalized_rpo"), f"{variant}-{seed}"
@@ -162,7 +170,9 @@ def own_words(plan: Plan, checkpoint: Path) -> dict[str, float]:
     """Measures on sampled replies to held-out prompts, the same keys for every variant and seed."""
     module = GeneralizedRPO.load_from_checkpoint(checkpoint)
     tokenizer = module.tokenizer
-    data = PreferenceData(plan.data, tokenizer=tokenizer, cache_dir=None)
+    data = PreferenceData(
+        plan.data, tokenizer=tokenizer, cache_dir=None, max_rows=plan.rows, val_fraction=plan.val_fraction
+    )
     prompts: dict[tuple[int, ...], Group] = {}
     for group in data.groups("test"):
         prompts.setdefault(tuple(group.prompt), group)
@@ -249,7 +259,7 @@ def study(plan: Plan, variants: Sequence[str], seeds: Sequence[int]) -> dict[str
     found = {v: {str(seed): measure(plan, model, v, seed) for seed in seeds} for v in variants}
     return {
         "machine": where,
-        "plan": asdict(plan),
+        "plan": asdict(plan) | {"model": Path(plan.model).name, "data": Path(plan.data).name},
         "variants": {v: VARIANTS[v] for v in variants},
         "seeds": list(seeds),
         "runs": found,
@@ -285,15 +295,22 @@ def signed(value: float) -> str:
     return f"{value:+.3f}" if value == 0 or abs(value) >= 5e-4 else f"{value:+.0e}"
 
 
-def report(found: Mapping[str, Any], command: str) -> str:
-    """The Markdown page."""
+def report(numbers: Mapping[str, Mapping[str, Any]]) -> str:
+    """The Markdown page, of what was found on each data."""
+    lines = ["# GeneralizedRPO: what its terms buy and what they cost", ""]
+    return "\n".join([*lines, *(line for found in numbers.values() for line in section(found))])
+
+
+def section(found: Mapping[str, Any]) -> list[str]:
+    """What was found on one data."""
     plan, seeds, variants = found["plan"], found["seeds"], list(found["variants"])
     names = list(dict.fromkeys(n for v in variants for n in next(iter(found["runs"][v].values()))))
-    lines = ["# GeneralizedRPO: what its terms buy and what they cost", "", f"`{command}` on {found['machine']}.", ""]
+    lines = [f"## {plan['data']}", "", f"`{found['command']}` on {found['machine']}.", ""]
+    sft = f" after SFT on {plan['sft_rows']} rows of the built-in world" if plan["sft_rows"] else ""
     lines += [
-        f"{plan['rows']} pairs of {plan['data']}, one epoch in batches of {plan['batch_size']}, "
-        f"{Path(plan['model']).name} after SFT on {plan['sft_rows']} rows, LoRA of rank {plan['lora']}, "
-        f"learning rate {plan['lr']:g}; {len(seeds)} seeds. Sampled: {plan['samples']} replies to each of "
+        f"The first {plan['rows']} pairs, one epoch in batches of {plan['batch_size']}, {plan['model']}{sft}, "
+        f"LoRA of rank {plan['lora']}, learning rate {plan['lr']:g}, {plan['precision']}; {len(seeds)} seeds. "
+        f"Sampled: {plan['samples']} replies to each of "
         f"{plan['prompts']} held-out prompts, temperature 1. What each measure is: `benchmarks/generalized_rpo.py`.",
         "",
     ]
@@ -307,7 +324,7 @@ def report(found: Mapping[str, Any], command: str) -> str:
     settings = [
         f"- `{v}`: {json.dumps(own) if own else 'the defaults of the class'}" for v, own in found["variants"].items()
     ]
-    return "\n".join([*lines, "Settings:", "", *settings, ""])
+    return [*lines, "Settings:", "", *settings, ""]
 
 
 def _cell(found: Mapping[str, Any], variant: str, name: str, show: Callable[..., str]) -> str:
@@ -342,6 +359,17 @@ def _verdicts(found: Mapping[str, Any], variants: Sequence[str], names: Sequence
     return [*lines, ""]
 
 
+def _command(options: Mapping[str, Any], variants: Sequence[str], plan: Mapping[str, Any]) -> str:
+    """What to type for these figures."""
+    words = ["python -m benchmarks.generalized_rpo --work FOLDER"]
+    if len(variants) < len(VARIANTS):
+        words.append("--variants " + " ".join(f"'{v}'" if " " in v else v for v in variants))
+    words.append("--seeds " + " ".join(map(str, options["seeds"])))
+    fields = Plan.__dataclass_fields__
+    changed = {name: plan[name] for name in fields if name != "model" and plan[name] != fields[name].default}
+    return " ".join([*words, *(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generalized_rpo", description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for runs and figures")
@@ -361,10 +389,13 @@ def main(argv: list[str] | None = None) -> int:
     variants = [v for v in VARIANTS if v in options["variants"]]
     with working_in(options["work"]):
         found = study(plan, variants, options["seeds"])
+    found["command"] = _command(options, variants, found["plan"])
     out.mkdir(parents=True, exist_ok=True)
-    command = f"python -m benchmarks.generalized_rpo --work FOLDER --seeds {' '.join(map(str, options['seeds']))}"
-    (out / "generalized_rpo.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (out / "generalized_rpo.md").write_text(report(found, command), encoding="utf-8")
+    kept = out / "generalized_rpo.json"
+    numbers = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    numbers[found["plan"]["data"]] = found
+    kept.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    (out / "generalized_rpo.md").write_text(report(numbers), encoding="utf-8")
     print(f"written: {out / 'generalized_rpo.md'}")
     return 0
 

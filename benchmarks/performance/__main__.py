@@ -1,8 +1,8 @@
 """`python -m benchmarks.performance [PART ...]`: time and memory of a training step, ours beside TRL's.
 
+    equality     losses, gradients and log-probs of both sides on the same rows; before any time counts
     W1 ... W9    the workloads (benchmarks/performance/workloads.py)
     H1, H2       those of a GPU; only when named
-    equality     losses, gradients and log-probs of both sides on the same rows
     memory       peak memory over the vocabulary, and over the batch at a fixed micro-batch
     scaling      time over batch, group, prompt, completion, vocabulary and processes
     start        from nothing to the end of the first step
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*WORKLOADS, *measure.PARTS, "equality"]
+    names = ["equality", *WORKLOADS, *measure.PARTS]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)}; none: all")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each side that count, after one that does not")
     parser.add_argument("--work", type=Path, default=Path(".cache/performance"), help="models, rows, logs")
@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
             print(report.line(part, numbers[part]), flush=True)
+            if part == "equality" and (apart := [row["what"] for row in found if not row["ok"]]):
+                raise RuntimeError(f"no time counts before both sides agree, and they do not on: {', '.join(apart)}")
     except (UserError, RuntimeError) as error:
         print(f"{COMMAND}: {one_line(str(error))}", file=sys.stderr)
         return 1

@@ -45,8 +45,8 @@ class Bench:
             str(Path(__file__).with_name("trl_worker.py").resolve()),
             str(path),
         ]
-        # ours asks for it itself; the peer is given it unless it is to run as it comes
-        env = {} if side == "ours" or spec["as_it_comes"] else dict([cli.LARGE_PAGES])
+        # ours asks for large pages itself
+        env = dict([cli.LARGE_PAGES]) if side == "theirs" and spec["large_pages"] else {}
         return Worker(ours if side == "ours" else theirs, env, log_path=path.with_suffix(".log"))
 
     def equality(self) -> list[Numbers]:
@@ -72,9 +72,9 @@ class Bench:
         tried: dict[str, float] = {}
         settings: dict[str, dict[str, Any]] = {}
 
-        def attempt(dtype: str, size: int) -> float:
-            name = f"{dtype}, micro-batch {size}"
-            settings[name] = {"dtype": dtype, "micro_batch": size}
+        def attempt(dtype: str, size: int, large_pages: bool = True) -> float:
+            name = f"{dtype}, micro-batch {size}" + ("" if large_pages else ", small pages")
+            settings[name] = {"dtype": dtype, "micro_batch": size, "large_pages": large_pages}
             spec = specify(work, self.work, WARM + FEW, **settings[name])
             tried[name] = self.alone("theirs", spec, work.peer)["seconds"]
             return tried[name]
@@ -85,6 +85,8 @@ class Bench:
         best = settings[min(tried, key=tried.__getitem__)]["micro_batch"]
         for dtype in others:
             attempt(dtype, best)
+        if not work.gpu:
+            attempt(settings[min(tried, key=tried.__getitem__)]["dtype"], best, large_pages=False)
         return settings[min(tried, key=tried.__getitem__)], tried
 
     def workload(self, work: Workload) -> Numbers:
@@ -100,7 +102,8 @@ class Bench:
         finally:
             for worker in sides.values():
                 worker.stop()
-        plain = self.alone("theirs", specify(work, self.work, WARM + FEW, as_it_comes=True), work.peer)
+        untuned = specify(work, self.work, WARM + FEW, as_it_comes=True, large_pages=False)
+        plain = self.alone("theirs", untuned, work.peer)
         return {
             "tried": tried,
             "settings": best,

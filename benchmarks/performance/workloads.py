@@ -236,6 +236,7 @@ def specify(work: Workload, folder: Path, steps: int, **changes: Any) -> dict[st
         "rewards": list(work.rewards),
         "raise_caught": True,
         "as_it_comes": False,
+        "large_pages": True,  # the peer's; ours asks for them itself
         "replay": None,
         "work": str((folder / "work").resolve()),
         "epochs": EPOCHS,

@@ -46,9 +46,10 @@ def found(entropy: list[float], accuracy: list[float]) -> dict[str, Any]:
         "both": {str(s): {"accuracy": accuracy[s], "entropy": entropy[s], "self_bleu": 0.5} for s in range(3)},
     }
     plan = {"rows": 8, "data": "world:support", "batch_size": 8, "model": "x/m", "sft_rows": 0, "lora": 4, "lr": 1e-3}
-    plan |= {"samples": 2, "prompts": 3}
+    plan |= {"samples": 2, "prompts": 3, "precision": "32-true"}
     variants: dict[str, Any] = {"dpo": {"lambda_entropy": 0.0}, "both": {}}
-    return {"machine": "here", "plan": plan, "variants": variants, "seeds": [0, 1, 2], "runs": runs, "seconds": 1.0}
+    said = {"machine": "here", "command": "command", "plan": plan, "variants": variants, "seeds": [0, 1, 2]}
+    return said | {"runs": runs, "seconds": 1.0}
 
 
 def test_small_differences_do_not_look_like_none() -> None:
@@ -69,7 +70,8 @@ def test_differences_are_paired_by_seed() -> None:
     ],
 )
 def test_the_report_says_what_is_clear(entropy: list[float], accuracy: list[float], verdict: str) -> None:
-    text = report(found(entropy, accuracy), "command")
+    text = report({"world:support": found(entropy, accuracy)})
+    assert "## world:support" in text
     assert verdict in text.splitlines()
     shown = f"{statistics.mean(entropy):.3f} ± {statistics.stdev(entropy):.3f}"
     assert f"| both | {statistics.mean(accuracy):.3f} ± {statistics.stdev(accuracy):.3f} | {shown} |" in text

@@ -147,19 +147,21 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_the_peer_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Smaller micro-batches as long as they help (a step in 50 slower does not end it), then bf16 at the best one."""
+    """Smaller micro-batches as long as they help (a step in 50 slower does not end it), then bf16 at the best one,
+    then without large pages."""
     seconds = {"fp32 32": 17.9, "fp32 16": 18.0, "fp32 8": 17.0, "fp32 4": 17.5, "bf16-mixed 8": 15.0}
+    seconds["bf16-mixed 8, small pages"] = 14.0
     asked: list[str] = []
 
     def alone(bench: measure.Bench, side: str, spec: dict[str, object], version: str) -> dict[str, float]:
-        asked.append(f"{spec['dtype']} {spec['micro_batch']}")
+        asked.append(f"{spec['dtype']} {spec['micro_batch']}{'' if spec['large_pages'] else ', small pages'}")
         return {"seconds": seconds[asked[-1]]}
 
     monkeypatch.setattr(measure, "specify", lambda work, folder, steps, **changes: changes)
     monkeypatch.setattr(measure.Bench, "alone", alone)
     best, tried = measure.Bench(work=tmp_path, peers=tmp_path, pairs=5).tuned(WORKLOADS["W6"])
     assert asked == list(seconds)
-    assert best == {"dtype": "bf16-mixed", "micro_batch": 8}
+    assert best == {"dtype": "bf16-mixed", "micro_batch": 8, "large_pages": False}
     assert list(tried.values()) == list(seconds.values())
 
 
