@@ -132,31 +132,15 @@ class GroupData(L.LightningDataModule):
         mix: MixConfig | None = None,
     ) -> None:
         super().__init__()
-        self.mix = None if mix is None else as_config(MixConfig, mix)
-        if self.mix is not None:
-            self.required_columns = (*self.required_columns, self.mix.column)
-            if length_aware:
-                raise UserError("length_aware: true would undo the mix; leave one of them out")
-        self.schedulables = Schedulables()
-        self.schedulables.register(Schedulable(FRACTION, 1.0))
-        self._register_mix({} if self.mix is None else self.mix.ratio)
-        self._planned = False
-        self._draws: Draws | None = None
-        if not 0.0 <= val_fraction < 1.0:
-            raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
-        for name, value in (("batch_size", batch_size), ("max_rows", max_rows), ("max_eval_rows", max_eval_rows)):
-            if value is not None and value < 1:
-                raise UserError(f"{name} must be at least 1, got {value}")
-        if num_workers < 0:
-            raise UserError(f"num_workers must not be negative, got {num_workers}")
-        if train_on == "all" and self.purpose in ("preference", "unpaired"):
-            raise UserError("train_on 'all' is for supervised rows; what is judged is the last assistant turn")
-        self.path = path
-        self.batch_size = batch_size
+        self._check(batch_size, max_rows, max_eval_rows, val_fraction, num_workers, train_on)
+        self._begin(mix, length_aware)
+        self.path, self.batch_size, self.num_workers, self._tokenizer = path, batch_size, num_workers, tokenizer
         self.seed, self.shuffle, self.drop_last, self.length_aware = seed, shuffle, drop_last, length_aware
-        self.num_workers = num_workers
-        self._tokenizer = tokenizer
-        self._shown: set[str] = set()
+        texts: dict[str, Any] = {"columns": columns or {}, "system": system, "template": template, "train_on": train_on}
+        texts |= {"template_kwargs": template_kwargs or {}, "allow_special": allow_special}
+        limits: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "max_tokens": max_tokens}
+        limits |= {"max_completion_tokens": max_completion_tokens}
+        rows: dict[str, Any] = {"keep_duplicates": keep_duplicates, "on_bad_row": on_bad_row}
         self._splits = Splits(
             train=Place(path=path, split=split),
             given={
@@ -169,22 +153,42 @@ class GroupData(L.LightningDataModule):
             max_rows=max_rows,
             max_eval_rows=max_eval_rows,
             cache_dir=None if cache_dir is None else Path(cache_dir),
-            recipe=Recipe(
-                purpose=self.purpose,
-                columns=columns or {},
-                system=system,
-                template=template,
-                template_kwargs=template_kwargs or {},
-                train_on=train_on,
-                max_prompt_tokens=max_prompt_tokens,
-                max_completion_tokens=max_completion_tokens,
-                max_tokens=max_tokens,
-                allow_special=allow_special,
-                keep_duplicates=keep_duplicates,
-                on_bad_row=on_bad_row,
-                required=self.required_columns,
-            ),
+            recipe=Recipe(purpose=self.purpose, required=self.required_columns, **texts, **limits, **rows),
         )
+
+    def _check(
+        self,
+        batch_size: int,
+        max_rows: int | None,
+        max_eval_rows: int | None,
+        val_fraction: float,
+        num_workers: int,
+        train_on: TrainOn,
+    ) -> None:
+        """Raise UserError for settings that are none."""
+        if not 0.0 <= val_fraction < 1.0:
+            raise UserError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
+        for name, value in (("batch_size", batch_size), ("max_rows", max_rows), ("max_eval_rows", max_eval_rows)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
+        if num_workers < 0:
+            raise UserError(f"num_workers must not be negative, got {num_workers}")
+        if train_on == "all" and self.purpose in ("preference", "unpaired"):
+            raise UserError("train_on 'all' is for supervised rows; what is judged is the last assistant turn")
+
+    def _begin(self, mix: MixConfig | None, length_aware: bool) -> None:
+        """The mix, and what may move. Raises UserError for a mix that batches of similar lengths would undo."""
+        self.mix = None if mix is None else as_config(MixConfig, mix)
+        if self.mix is not None:
+            self.required_columns = (*self.required_columns, self.mix.column)
+            if length_aware:
+                raise UserError("length_aware: true would undo the mix; leave one of them out")
+        self.schedulables = Schedulables()
+        self.schedulables.register(Schedulable(FRACTION, 1.0))
+        self._register_mix({} if self.mix is None else self.mix.ratio)
+        self._planned = False
+        self._draws: Draws | None = None
+        self._shown: set[str] = set()
 
     def _register_mix(self, ratio: Mapping[str, float]) -> None:
         for name, share in ratio.items():
