@@ -79,12 +79,12 @@ class Domains:
         self.config = config
         self.weights: dict[str, float] = {}
 
-    def name(self, index: int, columns: Mapping[str, Any]) -> str:
-        """The domain of a row. Raises UserError for one without."""
+    def name(self, index: int, columns: Mapping[str, Any], row: str = "row") -> str:
+        """The domain of a row. Raises UserError for one without, which calls it a `row`."""
         value = columns.get(self.config.column)
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             raise UserError(
-                f"row {index} has {value!r} in column '{self.config.column}', which domains.column names; every pair "
+                f"{row} {index} has {value!r} in column '{self.config.column}', which domains.column names; every pair "
                 "needs the name of its domain there"
             )
         return str(value)
@@ -94,10 +94,12 @@ class Domains:
         columns = batch.columns or ({},) * batch.num_prompts
         return [self.name(index, row) for index, row in zip(batch.group_index.tolist(), columns, strict=True)]
 
-    def read(self, rows: Iterable[Group]) -> None:
-        """Know the domains of the training rows. Raises UserError for a row without one, and for settings of a domain
-        that no row is of."""
+    def read(self, rows: Iterable[Group], held_out: Iterable[Group] = ()) -> None:
+        """Know the domains of the training rows. Raises UserError for a row without one, also a validation row of those
+        held out, and for settings of a domain that no training row is of."""
         there = sorted({self.name(row.index, row.columns) for row in rows})
+        for row in held_out:
+            self.name(row.index, row.columns, "validation row")
         for what, values in self.config.own.items():
             if absent := sorted(set(values) - set(there)):
                 raise UserError(

@@ -85,6 +85,7 @@ class DPOLoss:
         whole: see `WholeFn`. masks_only: that needs token counts and weights, not log-probs.
         weighable: its value at a pair can be weighed by what the policy thinks of this pair (WPO).
         reference: it compares with a reference; False: its `chosen` and `rejected` are log-probs of the policy.
+        positive: names of settings that it divides by.
     """
 
     fn: PairLossFn
@@ -95,6 +96,7 @@ class DPOLoss:
     masks_only: bool = False
     weighable: bool = True
     reference: bool = True
+    positive: tuple[str, ...] = ()
 
 
 DPO_LOSSES: dict[str, DPOLoss] = {}
@@ -110,9 +112,9 @@ def dpo_loss(
     masks_only: bool = False,
     weighable: bool = True,
     reference: bool = True,
+    positive: tuple[str, ...] = (),
 ) -> Callable[[PairLossFn], PairLossFn]:
-    """Register a preference loss; see `DPOLoss`. `max_smoothing` 0 means that it has no use for label smoothing,
-    `reference` None that it does not matter whether there is one."""
+    """Register a preference loss; see `DPOLoss`. `max_smoothing` 0 means that it has no use for label smoothing."""
 
     def register(fn: PairLossFn) -> PairLossFn:
         if name in DPO_LOSSES:
@@ -126,6 +128,7 @@ def dpo_loss(
             masks_only=masks_only,
             weighable=weighable,
             reference=reference,
+            positive=positive,
         )
         return fn
 

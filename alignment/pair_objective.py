@@ -55,8 +55,8 @@ class PairObjective:
         self.weights = {loss: 1.0} if isinstance(loss, str) else check_mix(loss)
         self._losses = {name: find(name) for name in self.weights}
         self._divergence, self._alpha = divergence, alpha
-        if not beta > 0:
-            raise UserError(f"beta is {beta}; it must be positive")
+        if not 0 < beta < math.inf:
+            raise UserError(f"beta is {beta}; it must be positive, and finite")
         self._check_smoothing(label_smoothing)
         marginal = [name for name, entry in self._losses.items() if entry.margins]
         check_margins(next(iter(marginal or self.weights)), margins or {})
@@ -74,7 +74,7 @@ class PairObjective:
         self._fns = self._with_settings(dict(settings or {}))
 
     def _check_weighable(self) -> None:
-        if any(not entry.weighable and not entry.masks_only for entry in self._losses.values()):
+        if self.matched:
             raise UserError(
                 "weighting wpo does not go with aot and aot_unpaired: sorted pairs have no weight of their own"
             )
@@ -102,6 +102,8 @@ class PairObjective:
             for key, value in mine.items():
                 if is_number(known[key]) and not is_number(value):
                     raise UserError(f"preference loss '{name}' has {key} {value!r}; it is a number")
+                if key in entry.positive and not value > 0:
+                    raise UserError(f"preference loss '{name}' has {key} {value}; it must be above 0")
             taken |= mine.keys()
             fns[name] = functools.partial(entry.fn, **mine) if mine else entry.fn
         if unknown := sorted(given.keys() - taken):
@@ -139,6 +141,11 @@ class PairObjective:
         return self._losses[name].weighable
 
     # ------------------------------------------------------------------ the whole batch
+
+    @property
+    def matched(self) -> list[str]:
+        """Names of the losses that compare values of different pairs, so that no pair has a value of its own."""
+        return [name for name, entry in self._losses.items() if not entry.weighable and not entry.masks_only]
 
     @property
     def looks_around(self) -> bool:

@@ -8,6 +8,7 @@ micro-batch of one process holds needs no such pass: its own forward pass knows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -60,6 +61,10 @@ class PairedMixin(PolicyMixin):
     def log_ratios(self, micro: GroupBatch, logps: Tensor) -> PairLogRatios:
         """What the loss looks at, from the policy's token log-probs [C]."""
         raise TypeError(f"{type(self).__name__} must define log_ratios(micro, logps)")
+
+    def compared(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with what `log_ratios` needs beside the policy, for one that is read twice; here nothing."""
+        return batch
 
     def read(self, micro: GroupBatch, **asked: Any) -> TokenStats:
         """The policy's tokens, as the engine is asked for them."""
@@ -150,6 +155,8 @@ class PairedMixin(PolicyMixin):
         fits = bound is None or batch.num_prompts <= 1 or int(batch.group_tokens().sum()) <= bound
         if distributed.world_size() == 1 and fits:
             return batch
+        if not self.pair_loss.masks_suffice:
+            batch = self.compared(batch)
         mine = self._scan(batch)
         gathered: list[Any] = distributed.all_gather_objects({n: v.cpu() for n, v in mine.items()})
         filled = [part for part in gathered if part]
@@ -214,8 +221,8 @@ class ReferenceFreeMixin(PairedMixin):
 
     def begin(self, loss: str, beta: float, label_smoothing: float, sft_weight: float, **settings: Any) -> None:
         """Called by the constructor: a loss with settings of its own, and the weight of the chosen completions' NLL."""
-        if not sft_weight >= 0:
-            raise UserError(f"sft_weight is {sft_weight}; it must not be negative")
+        if not 0 <= sft_weight < math.inf:
+            raise UserError(f"sft_weight is {sft_weight}; it must not be negative, and finite")
         mix = {loss: 1.0, "sft": sft_weight} if sft_weight else {loss: 1.0}
         self.pair_loss = PairObjective(mix, settings, beta=beta, label_smoothing=label_smoothing, reference=False)
         self.beta, self.label_smoothing = beta, label_smoothing

@@ -81,7 +81,7 @@ def _apo_down(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> T
     return torch.sigmoid(beta * pairs.chosen) + torch.sigmoid(-beta * pairs.delta)
 
 
-@dpo_loss("discopop", differences=True)
+@dpo_loss("discopop", differences=True, positive=("tau",))
 def _discopop(pairs: PairLogRatios, beta: float | Tensor, smoothing: float, *, tau: float = 0.05) -> Tensor:
     """Log-ratio modulated loss: logistic where the pair is learned, exponential where it is not. Lu et al. 2024 (arXiv
     2406.08414), equation 5. The exponential is continued linearly beyond an exponent of 20.

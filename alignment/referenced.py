@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from alignment import memory
 from alignment.batches import Group, GroupBatch
+from alignment.experience import REF_LOGPS
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
 from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
@@ -30,6 +32,7 @@ SPLITS: dict[TrainerFn, tuple[Split, ...]] = {
     TrainerFn.PREDICTING: ("predict",),
 }
 
+_PLACE = "place"
 CHUNK = 256
 """Groups per batch handed to the reference's precomputation; it cuts them further by tokens."""
 
@@ -92,8 +95,24 @@ class ReferencedMixin(SyncedMixin):
                 yield from data.groups(split)
 
     def reference_logps(self, batch: GroupBatch) -> Tensor:
-        """[C] log-probs under the reference, without gradient; 0 at unscored tokens."""
-        return self.reference.token_logps(batch)
+        """[C] log-probs under the reference, without gradient; 0 at unscored tokens. A batch that has been through
+        `with_reference` holds them."""
+        known = batch.tokens.get(REF_LOGPS)
+        return self.reference.token_logps(batch) if known is None else known
+
+    def with_reference(self, micro: GroupBatch) -> GroupBatch:
+        """The micro-batch with what the reference says of its tokens."""
+        return micro.with_tokens(**{REF_LOGPS: self.reference_logps(micro)})
+
+    def referenced(self, batch: GroupBatch) -> GroupBatch:
+        """The same for a batch of any size, read in micro-batches: for one that will be read more than once."""
+        places = torch.arange(len(batch.completion_ids), device=batch.device)
+        found: dict[str, Tensor] = {}
+        for micro in batch.with_tokens(**{_PLACE: places}).split(self.micro_batch_tokens):
+            told = self.with_reference(micro).tokens
+            for name in sorted(told.keys() - micro.tokens.keys()):
+                found.setdefault(name, told[name].new_zeros(len(places)))[micro.tokens[_PLACE]] = told[name]
+        return batch.with_tokens(**found)
 
     def _precompute(self, trainer: L.Trainer) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]

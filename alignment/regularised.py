@@ -67,7 +67,8 @@ class RegularisedMixin(ReferencedMixin):
         super().setup(stage)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.domains is not None and stage == "fit" and isinstance(data, FiniteGroups):
-            self.domains.read(data.groups("train"))
+            validates = self.trainer.limit_val_batches != 0
+            self.domains.read(data.groups("train"), data.groups("val") if validates else ())
 
     def build_parts(self) -> None:
         super().build_parts()
@@ -115,7 +116,8 @@ class RegularisedMixin(ReferencedMixin):
             self.update(batch, self.loss, counts=counts)
         elif clip.at == "parameters":
             update_at_parameters(self, batch, self.components, self.components_trained, clip, counts)
-        else:
+        else:  # which reads every micro-batch twice where there are several
+            batch = self.referenced(batch)
             update_at_states(self, batch, self.components, self._states, self.components_trained, clip, counts)
 
     def loss(self, micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
@@ -138,7 +140,7 @@ class RegularisedMixin(ReferencedMixin):
             stats = self.engine(micro, entropy=True, hidden=None if head is None else "before", **self.asked)
         else:
             stats = self.engine.score(micro, states, entropy=True, **self.asked)
-        micro = self._with_reference(micro)
+        micro = self.with_reference(micro)
         shares, metrics = self.preference(micro, stats, counts)
         if "loss" in metrics:
             metrics["loss/dpo"] = metrics.pop("loss")
@@ -189,15 +191,12 @@ class RegularisedMixin(ReferencedMixin):
 
     # ------------------------------------------------------------------ the reference
 
-    def _with_reference(self, micro: GroupBatch) -> GroupBatch:
-        """With the reference's log-probs, and its entropies where they are the floor: one pass for both."""
-        if not self.reference_entropy:
-            return micro.with_tokens(**{REF_LOGPS: super().reference_logps(micro)})
+    def with_reference(self, micro: GroupBatch) -> GroupBatch:
+        """With the reference's entropies too where they are the floor: one pass for both."""
+        if not self.reference_entropy or REF_ENTROPY in micro.tokens:
+            return super().with_reference(micro)
         logps, entropy = self.reference.token_stats(micro)
         return micro.with_tokens(**{REF_LOGPS: logps, REF_ENTROPY: entropy})
-
-    def reference_logps(self, batch: GroupBatch) -> Tensor:
-        return batch.tokens[REF_LOGPS] if REF_LOGPS in batch.tokens else super().reference_logps(batch)
 
     # ------------------------------------------------------------------ domains
 

@@ -19,6 +19,7 @@ bco and sft must know of a whole batch is that of all micro-batches and ranks; i
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -113,8 +114,8 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         )
         if ld_alpha is not None and not 0 <= ld_alpha <= 1:
             raise UserError(f"ld_alpha is {ld_alpha}; it must lie between 0 and 1")
-        if sft_weight < 0:
-            raise UserError(f"sft_weight is {sft_weight}; it must not be negative")
+        if not 0 <= sft_weight < math.inf:
+            raise UserError(f"sft_weight is {sft_weight}; it must not be negative, and finite")
         if sft_weight and "sft" in self.pair_loss.weights:
             raise UserError(f"sft_weight is {sft_weight}, and the mix has sft already; leave one of them out")
         self.beta, self.label_smoothing, self.ld_alpha = beta, label_smoothing, ld_alpha
@@ -150,6 +151,9 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
             reference_delta=chosen - rejected,
             chosen_nll=-micro.pair(micro.sum_tokens(logps))[0],
         )
+
+    def compared(self, batch: GroupBatch) -> GroupBatch:
+        return self.referenced(batch)
 
     def pair_metrics(self, micro: GroupBatch, pairs: PairLogRatios, logps: Tensor) -> Metrics:
         distance = (pairs.chosen**2 + pairs.rejected**2) / 4

@@ -89,8 +89,21 @@ class GeneralizedRPO(RegularisedMixin, DPO):
         self.reference_entropy = entropy_floor == "reference"
         self.component_clip = None if component_clip is None else as_config(ComponentClipConfig, component_clip)
         self.domains = None if domains is None else Domains(as_config(DomainConfig, domains))
+        self._check_domains()
         terms = dict.fromkeys(("loss/dpo", "penalty/entropy", "penalty/smooth"), 1.0)
         self.loss_terms = terms | ({"loss/sft": self.sft_weight} if self.sft_weight else {})
+
+    def _check_domains(self) -> None:
+        """Raise UserError for what a domain cannot have under this loss."""
+        config, matched = None if self.domains is None else self.domains.config, self.pair_loss.matched
+        if config is None or not matched:
+            return
+        for what, asked in (("adaptive", config.adaptive), ("beta", bool(config.beta))):
+            if asked:
+                raise UserError(
+                    f"domains.{what} does not go with {', '.join(matched)}: sorted values of different pairs have no "
+                    "domain of their own; leave it out, or take another loss"
+                )
 
     def beta_of(self, micro: GroupBatch) -> float | Tensor:
         return self.value_of("beta", micro)

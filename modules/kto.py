@@ -12,6 +12,7 @@ next). With `apo_zero` z is 0: the unpaired form of APO-zero (arXiv 2408.06266, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -87,8 +88,8 @@ class KTO(ReferencedMixin, L.LightningModule):
         if loss == "kto" and reference == "cached":
             raise UserError("reference=cached does not go with kto: its baseline scores pairs that are not known ahead")
         for name, value in (("beta", beta), ("good_weight", good_weight), ("bad_weight", bad_weight)):
-            if not value > 0:
-                raise UserError(f"{name} is {value}; it must be positive")
+            if not 0 < value < math.inf:
+                raise UserError(f"{name} is {value}; it must be positive, and finite")
         self.compares = loss == "kto"
         self.beta, self.good_weight, self.bad_weight = beta, good_weight, bad_weight
 

@@ -120,6 +120,8 @@ def test_settings_of_a_domain_that_no_row_is_of() -> None:
     rows = [Group(prompt=[1], completions=[[5], [6]], columns={"domain": n}) for n in ("legal", "chat")]
     with pytest.raises(UserError, match=r"domains.beta names 'legl', and column 'domain' .* has chat, legal"):
         Domains(DomainConfig(beta={"legl": 0.2})).read(rows)
+    with pytest.raises(UserError, match="validation row 7 has None in column 'domain'"):
+        adaptive().read(rows, [Group(prompt=[1], completions=[[5], [6]], index=7)])
     domains = adaptive(beta={"legal": 0.2})
     domains.read(rows)
     assert domains.weights == {"chat": 0.5, "legal": 0.5}

@@ -23,10 +23,12 @@ from alignment.entropy_deficit import REF_ENTROPY, entropy_deficit, floor_of, to
 from alignment.errors import UserError
 from alignment.full_kl import Head
 from alignment.logprobs import TokenStats
+from alignment.losses import weighted
 from alignment.metrics import Metrics
 from alignment.optim import OptimConfig
 from alignment.policy import LoRAConfig, PolicyConfig
-from alignment.regularisers import UNIT_TERMS
+from alignment.reference import FrozenCopy
+from alignment.regularisers import UNIT_TERMS, normalised_entropy
 from alignment.smoothness import neighbours, smooth_values, smooth_weights
 from modules import DPO, GeneralizedRPO
 from tests.rl_toys import fit, moved
@@ -86,6 +88,31 @@ def golden(**settings: Any) -> tuple[float, Values]:
 
 
 # ---------------------------------------------------------------------- [G-ENT]
+
+
+def test_golden_tokens() -> None:
+    """What the terms are made of: log-probs, probabilities, normalised entropies, their mean over the chosen."""
+    batch = golden_batch()
+    policy, reference = stats_of(Z, batch), stats_of(Z_REF, batch)
+    assert policy.logps is not None
+    logps = [-1.495182, -0.139206, -1.386294, -0.948154, -0.767165]
+    assert policy.logps[:5].tolist() == pytest.approx(logps, abs=1e-6)
+    assert policy.logps[:5].exp().tolist() == pytest.approx([0.224208, 0.870049, 0.25, 0.387456, 0.464328], abs=1e-6)
+    entropies = (
+        (policy, [0.731737, 0.381637, 1, 0.956287, 0.668590]),
+        (reference, [0.844329, 0.712527, 0.949066, 0.980500, 0.845901]),
+    )
+    for stats, expected in entropies:
+        assert stats.entropy is not None
+        assert normalised_entropy(stats.entropy, V)[:5].tolist() == pytest.approx(expected, abs=1e-6)
+    assert policy.entropy is not None
+    for scope, expected in (("both", 1.036463), ("chosen", 0.976586)):
+        total, count = weighted(policy.entropy, token_scope(batch, scope))
+        assert float(total / count) == pytest.approx(expected, abs=1e-6)
+    jumps = smooth_values("probability", batch, policy.logps, policy.logps)
+    assert float(jumps[1:3].sqrt().mean()) == pytest.approx(0.632945, abs=1e-6)  # |dp| over the chosen
+    squares = (policy.logps[1:3] - policy.logps[:2]) ** 2
+    assert float(squares.mean()) == pytest.approx(1.696949, abs=1e-6)  # of which huber takes less: .801532 below
 
 
 @pytest.mark.parametrize(
@@ -601,6 +628,10 @@ def test_a_training_row_without_a_domain_ends_the_run_before_it_trains(tmp_path:
     module = GeneralizedRPO(policy=TINY, reference="copy", domains=DomainConfig(column="field"))
     with pytest.raises(UserError, match="row 0 has None in column 'field'"):
         fit(module, tmp_path, FixedData(pairs(), batch_size=4))
+    module = GeneralizedRPO(policy=TINY, reference="copy", domains=DomainConfig())
+    held_out = [*pairs(2), replace(groups(3, 2)[2], columns={})]
+    with pytest.raises(UserError, match="validation row 2 has None in column 'domain'"):
+        fit(module, tmp_path, FixedData(pairs(), held_out, batch_size=4), limit_val_batches=1.0)
 
 
 def test_predictions_use_the_beta_of_the_domain(tmp_path: Path) -> None:
@@ -625,10 +656,12 @@ def test_predictions_use_the_beta_of_the_domain(tmp_path: Path) -> None:
 def test_losses_that_look_at_the_whole_batch_mixes_and_weightings(
     settings: dict[str, Any], clip: str, tmp_path: Path
 ) -> None:
-    """The preference part is that of DPO with the same settings, whatever the micro-batches; betas of domains too."""
+    """The preference part is that of DPO with the same settings, whatever the micro-batches; betas of domains too, but
+    with aot, which has none."""
     own: dict[str, Any] = {"entropy_floor": "uniform", "component_clip": CLIPS[clip]}
     plain, _, _ = run(tmp_path, DPO, **settings)
-    for domains in (DomainConfig(adaptive=True), DomainConfig(beta={"b": 0.5})):
+    kinds = (DomainConfig(adaptive=True), DomainConfig(beta={"b": 0.5}))
+    for domains in (DomainConfig(), DomainConfig(lambda_smooth={"b": 0.5})) if settings == {"loss": "aot"} else kinds:
         found = []
         for tokens in (None, 40):
             watch, _, module = run(tmp_path, micro_batch_tokens=tokens, domains=domains, **own, **settings)
@@ -639,3 +672,32 @@ def test_losses_that_look_at_the_whole_batch_mixes_and_weightings(
         assert float((a.gradients[0] - b.gradients[0]).norm()) <= 2e-5 * float(a.gradients[0].norm())
         assert a.updates[0] == pytest.approx(b.updates[0], rel=1e-4, abs=1e-5)
         assert one.loss_memory == pytest.approx(other.loss_memory)
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired", {"sigmoid": 1.0, "aot": 0.5}], ids=str)
+@pytest.mark.parametrize("own", [{"adaptive": True}, {"beta": {"a": 0.2}}], ids=str)
+def test_sorted_pairs_have_no_domain(own: dict[str, Any], loss: Any) -> None:
+    message = rf"domains.{next(iter(own))} does not go with aot\w*: sorted values of different pairs have no domain"
+    with pytest.raises(UserError, match=message) as error:
+        GeneralizedRPO(policy=TINY, loss=loss, domains=DomainConfig(**own))
+    assert "\n" not in str(error.value)
+    GeneralizedRPO(policy=TINY, loss="sigmoid", domains=DomainConfig(**own))
+
+
+@pytest.mark.parametrize(
+    ("clip", "loss"), [("states", "sigmoid"), ("states", "aot"), ("none", "aot"), ("parameters", "bco")]
+)
+def test_the_reference_is_asked_once(clip: str, loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a batch of several micro-batches is read twice: each token in one pass, with its entropy."""
+    asked: list[int] = []
+    stats = FrozenCopy.token_stats
+
+    def counted(self: FrozenCopy, batch: GroupBatch) -> tuple[Tensor, Tensor]:
+        asked.append(len(batch.completion_ids))
+        return stats(self, batch)
+
+    monkeypatch.setattr(FrozenCopy, "token_stats", counted)
+    monkeypatch.setattr(FrozenCopy, "token_logps", None)
+    run(tmp_path, component_clip=CLIPS[clip], loss=loss, micro_batch_tokens=40)
+    assert len(asked) > 1
+    assert sum(asked) == len(GroupBatch.from_groups(pairs()).completion_ids)

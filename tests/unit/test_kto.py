@@ -174,6 +174,7 @@ def test_predictions_are_of_each_completion(tmp_path: Path) -> None:
         ({"reference": "cached"}, "reference=cached does not go with kto"),
         ({"bad_weight": 0.0}, "bad_weight is 0.0; it must be positive"),
         ({"beta": -1.0}, "beta is -1.0"),
+        ({"beta": math.inf}, "beta is inf; it must be positive, and finite"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

@@ -324,6 +324,8 @@ def test_settings_and_smoothing_reach_those_that_have_them() -> None:
         ({"loss": {"sigmod": 1.0}}, "'sigmod' is not known; available"),
         ({"loss": "discopop", "settings": {"temperature": 1.0}}, "discopop has no setting temperature"),
         ({"loss": "discopop", "settings": {"tau": "small"}}, "tau 'small'; it is a number"),
+        ({"loss": "discopop", "settings": {"tau": 0.0}}, "'discopop' has tau 0.0; it must be above 0"),
+        ({"loss": "sigmoid", "beta": math.inf}, "beta is inf; it must be positive, and finite"),
         ({"loss": {"nca": 1.0, "hinge": 1.0}, "label_smoothing": 0.1}, "does not use label_smoothing"),
         ({"loss": "nca", "divergence": "js"}, "'nca' goes with reverse_kl, not with js; these do: .*sigmoid"),
         ({"loss": "aot", "divergence": "forward_kl"}, "'aot' goes with reverse_kl"),

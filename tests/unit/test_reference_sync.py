@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from modules.decoupled_po import DecoupledPO
 from modules.dpo import DPO
 from modules.gdpo import GDPO
 from modules.grpo import GRPO
+from modules.kto import KTO
 from modules.morl import MORL
 from modules.online_dpo import OnlineDPO
 from modules.ppo import PPO
@@ -215,6 +217,58 @@ def test_the_reference_of_dpo_is_where_the_formula_puts_it(
     trained = {n for n, p in module.policy.named_parameters() if p.requires_grad}
     assert len(watch.policy[0]) == len(trained) > 0
     assert not any(own.requires_grad for _, own in module.reference.trained().values())
+
+
+class Labelled(FixedData):
+    """Three batches of four completions, every other one good."""
+
+    def __init__(self) -> None:
+        rows = [replace(group, rows={"label": [float(group.index % 2)]}) for group in groups(12, 1)]
+        super().__init__(rows, batch_size=4)
+
+    def train_dataloader(self) -> Any:
+        return StatefulLoader(self.train, BatchOrder(SampleOrder(12, seed=1), batch_size=4))
+
+
+def kto(policy: PolicyConfig = TINY, **settings: Any) -> KTO:
+    return KTO(**{"policy": policy, "optim": SGD, "reference_sync": {"alpha": 0.6, "every": 2}, **settings})
+
+
+@pytest.mark.parametrize("loss", ["kto", "apo_zero"])
+@pytest.mark.parametrize("policy", [TINY, LORA], ids=["whole", "lora"])
+def test_the_reference_of_kto(policy: PolicyConfig, loss: Any, tmp_path: Path) -> None:
+    """Three steps, a move after the second and, hard, after each: then z and the loss are those of the start again,
+    0 and 1/2. Neither kind takes a cache."""
+    for alpha, every, moves in ((0.6, 2, [0, 1, 0]), (1.0, 1, [1, 1, 1])):
+        module = kto(policy, loss=loss, reference_sync={"alpha": alpha, "every": every})
+        watch = Recorder()
+        fit(module, tmp_path, Labelled(), callbacks=[watch])
+        assert module.reference.kind == ("copy" if policy is TINY else "frozen_adapter")
+        check_trajectory(watch, alpha, moves)
+        found = [row["loss"] for row in watch.logged]
+        assert found[0] == pytest.approx(0.5, abs=1e-6)
+        if alpha == 1:
+            assert found == pytest.approx([0.5] * 3, abs=1e-6)
+            assert [row["kl"] for row in watch.logged] == pytest.approx([0.0] * 3, abs=1e-5)
+        else:
+            assert abs(found[1] - 0.5) > 1e-5
+
+
+def test_kto_resumes_with_its_reference(tmp_path: Path) -> None:
+    """Stopped before the only move: weights of both and what came of them, bit for bit."""
+    ends = []
+    for stop in (0, 1):
+        start = None
+        if stop:
+            _, first = fit(kto(), tmp_path, Labelled(), max_steps=stop, plugins=[SafeCheckpointIO()])
+            first.save_checkpoint(tmp_path / "kto")
+            start = str(tmp_path / "kto")
+        module = kto()
+        run = trainer(tmp_path, max_epochs=1, limit_val_batches=0, plugins=[SafeCheckpointIO()])
+        run.fit(module, datamodule=Labelled(), ckpt_path=start)
+        ends.append(module.state_dict())
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])] == []
 
 
 def test_after_a_hard_update_the_loss_is_ln_2_again(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_aot_is_the_loss_of_the_sorted_batch(name: str) -> None:
     [("aot", None, 1), ("aot", 10_000, 1), ("aot", 24, 2), ("bco", 24, 2), (MIX, 24, 1), ("sigmoid", 24, 1)],
 )
 def test_the_extra_pass_is_made_only_where_it_must_be(loss: Any, bound: int | None, passes: int) -> None:
-    """Tokens scored by the policy, in units of the batch."""
+    """Tokens scored by the policy, in units of the batch; the reference is asked once in any case."""
     module = DPO(policy=TINY, loss=loss, reference="copy", micro_batch_tokens=bound)
     module.configure_model()
     engine, seen = module.engine, []
@@ -122,10 +122,18 @@ def test_the_extra_pass_is_made_only_where_it_must_be(loss: Any, bound: int | No
         return engine(micro, **asked)
 
     module.engine = counted  # type: ignore[assignment]
+    reference, referred = module.reference.token_logps, []
+
+    def answered(micro: GroupBatch, temperature: float = 1.0) -> Tensor:
+        referred.append(len(micro.completion_ids))
+        return reference(micro, temperature)
+
+    module.reference.token_logps = answered  # type: ignore[method-assign]
     batch = GroupBatch.from_groups(rows(8))
     for micro in module.whole_batch(batch).split(bound):
         module.loss(micro, UNIT)
     assert sum(seen) == passes * len(batch.completion_ids)
+    assert sum(referred) == len(batch.completion_ids)
 
 
 def test_the_shift_of_bco_resumes(tmp_path: Path) -> None:
@@ -184,7 +192,12 @@ def test_a_mix_in_the_module_by_hand() -> None:
     assert means["loss"] == pytest.approx(float(share.detach()), rel=1e-6)
 
 
-def test_sft_is_given_once() -> None:
+def test_the_weight_of_sft() -> None:
+    """Given once, and a number that is one."""
+    for value in (-1.0, math.nan, math.inf):
+        for kind in (DPO, SimPO):
+            with pytest.raises(UserError, match=r"sft_weight is .*; it must not be negative, and finite"):
+                kind(policy=TINY, sft_weight=value)
     with pytest.raises(UserError, match="the mix has sft already"):
         DPO(policy=TINY, loss=MIX, sft_weight=1.0)
 
