@@ -24,6 +24,7 @@ _NO_VALUE = re.compile(r"argument (?:-\w/)?(--\S+): expected one argument")
 _IMPORTED = re.compile(r"Expected a path but (\S+) either not accessible or invalid")
 _NO_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
 _NO_LOADER = re.compile(r"`(train|val|test|predict)_dataloader` must be implemented")
+_TWINS = re.compile(r"Found more than one stateful callback of type `(\w+)`")
 _WANTS_SETTINGS = re.compile(r"Not a valid subclass of (\w+)$")
 _NOT_A_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NOISE = re.compile(
@@ -187,6 +188,14 @@ def lightnings(message: str) -> str:
     """A mistake that Lightning found, in our words where its own are about code."""
     missing = _NO_LOADER.search(message)
     return f"there is no {missing[1]} data; name a datamodule with --data" if missing else message
+
+
+def of_settings(message: str) -> str | None:
+    """What a RuntimeError of Lightning's says of the user's settings; None where it is about something else."""
+    if twins := _TWINS.match(message):
+        what = f"trainer.callbacks has {twins[1]} twice, with nothing that a checkpoint could tell them apart by"
+        return f"{what}; leave one of them out"
+    return message if message.startswith("Early stopping conditioned on metric") else None
 
 
 def _readable(text: str, given: str | None) -> str:

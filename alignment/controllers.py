@@ -14,6 +14,9 @@ from alignment.errors import UserError
 
 State = dict[str, float | bool | None]
 
+BOUNDS = (1e-8, 1e8)
+"""Of a coefficient that follows a KL: a target out of reach would take it to 0 or to infinity."""
+
 
 class KLController(Protocol):
     """Holds the KL coefficient."""
@@ -56,8 +59,8 @@ class FixedKL:
 class AdaptiveKL:
     """beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) samples / horizon). Ziegler et al. 2019 (arXiv 1909.08593).
 
-    A batch of more samples than `horizon` counts as `horizon`: one measurement moves beta by at most 20 %, so it
-    stays above 0.
+    A batch of more samples than `horizon` counts as `horizon`: one measurement moves beta by at most 20 %. It stays
+    within `BOUNDS`.
 
     Args:
         coefficient: beta at the start, above 0.
@@ -88,7 +91,8 @@ class AdaptiveKL:
             return
         self.smoothed = kl if self.smoothed is None else self.ema * self.smoothed + (1 - self.ema) * kl
         error = min(max(self.smoothed / self.target - 1, -0.2), 0.2)
-        self.coefficient *= 1 + error * min(samples / self.horizon, 1.0)
+        moved = self.coefficient * (1 + error * min(samples / self.horizon, 1.0))
+        self.coefficient = min(max(moved, BOUNDS[0]), BOUNDS[1])
 
     def state_dict(self) -> State:
         return {"coefficient": self.coefficient, "smoothed": self.smoothed}

@@ -37,7 +37,7 @@ from lightning_utilities.core.enums import StrEnum
 
 from alignment import runs
 from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
-from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings
+from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings, of_settings
 from alignment.config_file import check_config_file
 from alignment.importing import collecting_no_garbage
 from alignment.settings import plain
@@ -289,9 +289,9 @@ def main(argv: list[str]) -> int:
     except MisconfigurationException as ex:
         raise CommandLineError(lightnings(str(ex))) from ex
     except RuntimeError as ex:
-        if not str(ex).startswith("Early stopping conditioned on metric"):
+        if (told := of_settings(str(ex))) is None:
             raise
-        raise CommandLineError(str(ex)) from ex
+        raise CommandLineError(told) from ex
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast
 
 from alignment.controllers import Plateau
@@ -87,6 +87,9 @@ class Until:
             raise UserError(f"until.monitor is '{self.monitor}'; a condition looks at a metric of validation, val/...")
         if sum(value is not None for value in (self.above, self.below, self.plateau)) != 1:
             raise UserError("until needs one of above, below and plateau")
+        for name, value in (("above", self.above), ("below", self.below)):
+            if value is not None and not math.isfinite(value):
+                raise UserError(f"until.{name} is {value}; it is a finite number")
         if self.mode not in ("max", "min"):
             raise UserError(f"until.mode is '{self.mode}'; it is max or min")
         self.watch()
@@ -147,10 +150,13 @@ def _ramp(name: str, value: Any) -> Ramp:
 
 
 def made(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """A configuration from a mapping of its fields. Raises UserError for one that does not exist."""
-    known = [f.name for f in fields(cast(Any, kind))]
-    if unknown := sorted(set(values) - set(known)):
-        raise UserError(f"{where} has no field {', '.join(unknown)}; it has {', '.join(known)}")
+    """A configuration from a mapping of its fields. Raises UserError for one that does not exist or is missing."""
+    known = fields(cast(Any, kind))
+    names = ", ".join(f.name for f in known)
+    if unknown := sorted(set(values) - {f.name for f in known}):
+        raise UserError(f"{where} has no field {', '.join(unknown)}; it has {names}")
+    if lacking := [f.name for f in known if f.default is f.default_factory is MISSING and f.name not in values]:
+        raise UserError(f"{where} lacks {', '.join(lacking)}; it has {names}")
     return kind(**values)
 
 

@@ -343,7 +343,13 @@ class TrainingMixin(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if STATE_KEY not in checkpoint:
             raise UserError("the checkpoint was not written by one of this project's modules: it has no training state")
-        self.load_training_state(checkpoint[STATE_KEY])
+        try:
+            self.load_training_state(checkpoint[STATE_KEY])
+        except KeyError as error:
+            raise UserError(
+                f"training state in the checkpoint lacks {error}: another version of this project or another module "
+                "wrote it; to start from its weights, `alignment export` them and give that folder as policy.name"
+            ) from error
         if self._trainer is not None and self._trainer.state.fn != TrainerFn.FITTING:
             stand_at(self._trainer, checkpoint)
         saved = checkpoint.get("hyper_parameters", {}).get("optim")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
+import lightning as L
 from torch import Tensor
 
 from alignment.batches import GroupBatch
@@ -44,6 +45,10 @@ class HasPairs(HasSchedulables, Protocol):
 
     @property
     def seed(self) -> int: ...
+
+    def compared(self, batch: GroupBatch) -> GroupBatch:
+        """The batch with what its reference says, where there is one, so that it is not asked again."""
+        ...
 
     def preference_gaps(self, batch: GroupBatch) -> Tensor:
         """[P] delta of each pair, in nats, without gradient; of a batch of any size."""
@@ -124,3 +129,12 @@ class HasEntropyBonus(Protocol):
 
     entropy: EntropyTerm
     entropy_possible: bool
+
+
+def validates(trainer: L.Trainer) -> bool:
+    """Whether a fit that is about to start has anything to validate on, as far as is known by then."""
+    if not trainer.enable_validation:
+        return False
+    # Not trainer.val_dataloaders, which may be those of an earlier `validate`.
+    loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return loaders is None or sum(trainer.num_val_batches) > 0

@@ -21,7 +21,7 @@ from alignment.errors import UserError
 from alignment.events import record_event
 from alignment.pair_beta import PairBeta
 from alignment.schedulable import HasSchedulables, Schedulable
-from alignment.watching import HasLastMetrics, HasPairs
+from alignment.watching import HasLastMetrics, HasPairs, validates
 
 KL = "kl.coefficient"
 SCORES = ("val/rewards/accuracies", "val/accuracy", "val/reward")
@@ -79,16 +79,29 @@ class PlateauBeta(Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(value=self.value)
+        return self._generate_state_key(**_told_apart(self))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._value(pl_module).claim(self._cause)
+        _claim(self, trainer, pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not validates(trainer):
+            raise UserError(
+                "callbacks.PlateauBeta watches a score of validation, and this run has none: give it validation data "
+                "(data.val_fraction, data.val_path, trainer.limit_val_batches), or leave the callback out"
+            )
+        value = self.moved(pl_module)
+        if value.writer is None and not value.configured > self.floor:
+            what = f"{value.name} is {value.configured:g}, not above the floor of {self.floor:g}, so it cannot fall"
+            raise UserError(f"callbacks.PlateauBeta: {what}; give a smaller floor")
 
     @property
-    def _cause(self) -> str:
-        return "plateau"
+    def cause(self) -> str:
+        """Of its factor."""
+        return "plateau" if self.monitor is None else f"plateau of {self.monitor}"
 
-    def _value(self, module: L.LightningModule) -> Schedulable:
+    def moved(self, module: L.LightningModule) -> Schedulable:
+        """What it multiplies."""
         return strength(module, self.value, "callbacks.PlateauBeta")
 
     def _watched(self, trainer: L.Trainer) -> str:
@@ -116,11 +129,11 @@ class PlateauBeta(Callback):
     def _feed(self, trainer: L.Trainer, module: L.LightningModule, score: float) -> None:
         if not self.plateau.update(score):
             return
-        beta = self._value(module)
-        before, others = float(beta.value), beta.without(self._cause)
+        beta = self.moved(module)
+        before, others = float(beta.value), beta.without(self.cause)
         lowest = self.floor / others if others > 0 else 0.0
-        now = max(beta.factor(self._cause) * self.factor, min(lowest, beta.factor(self._cause)))
-        beta.scale(self._cause, now)
+        now = max(beta.factor(self.cause) * self.factor, min(lowest, beta.factor(self.cause)))
+        beta.scale(self.cause, now)
         times = "epochs" if self.every == "epoch" else "validations"
         best = self.plateau.best if self.mode == "max" or self.plateau.best is None else -self.plateau.best
         record_event(
@@ -144,7 +157,7 @@ class BatchBeta(Callback):
     """beta-DPO (Wu et al. 2024, arXiv 2407.08639): leaves out the pairs whose gap is unusual, and gives each batch a
     beta by the gaps of the others. See `alignment.pair_beta`.
 
-    It costs a pass of the model over the batch without gradient, and spares both passes of the pairs left out.
+    It costs a pass of the policy over the batch without gradient, and spares the update of the pairs left out.
     Validation is under beta without this factor. Metrics: `beta_dpo/mean`, `beta_dpo/deviation` (the moving averages,
     nats), `beta_dpo/kept`. It needs a module of preference pairs.
 
@@ -195,6 +208,7 @@ class BatchBeta(Callback):
         assert self._trainer is not None
         module = self._trainer.lightning_module
         assert isinstance(module, HasPairs)
+        batch = module.compared(batch)
         names = torch.where(batch.group_index >= 0, batch.group_index, batch.group_key).tolist()
         mine = list(zip(names, module.preference_gaps(batch).double().tolist(), strict=True))
         parts = cast("list[list[tuple[int, float]]]", distributed.all_gather_objects(mine))
@@ -251,20 +265,21 @@ class TargetKL(Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(value=self.value)
+        return self._generate_state_key(**_told_apart(self))
 
     @property
-    def _cause(self) -> str:
-        return "target"
+    def cause(self) -> str:
+        """Of its factor."""
+        return "target" if self.monitor is None else f"target of {self.monitor}"
 
-    def _value(self, module: L.LightningModule) -> Schedulable:
+    def moved(self, module: L.LightningModule) -> Schedulable:
+        """What it multiplies."""
         return strength(module, self.value, "callbacks.TargetKL")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        value = self._value(pl_module)
-        if value.writer == "kl.target":
+        if self.moved(pl_module).writer == "kl.target":
             raise UserError("callbacks.TargetKL and kl.target would both hold the KL; leave one of them out")
-        value.claim(self._cause)
+        _claim(self, trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: GroupBatch, batch_idx: int
@@ -281,7 +296,7 @@ class TargetKL(Callback):
         measured = distributed.all_reduce_sum(torch.tensor(sums, dtype=torch.float64, device=pl_module.device)).tolist()
         if measured[1]:
             self.controller.update(measured[0] / measured[1], int(measured[2]))
-            self._value(pl_module).scale(self._cause, self.controller.coefficient)
+            self.moved(pl_module).scale(self.cause, self.controller.coefficient)
 
     # ------------------------------------------------------------------ state
 
@@ -290,6 +305,25 @@ class TargetKL(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.controller.load_state_dict(state_dict)
+
+
+def _told_apart(callback: PlateauBeta | TargetKL) -> dict[str, str | None]:
+    """By what a checkpoint tells several of a kind apart."""
+    return {"value": callback.value} | ({} if callback.monitor is None else {"monitor": callback.monitor})
+
+
+def _claim(callback: PlateauBeta | TargetKL, trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Claim its value for its cause. Raises UserError where another of its kind would have the same factor on it."""
+    value, kind = callback.moved(module), type(callback)
+    for other in trainer.callbacks:  # type: ignore[attr-defined]
+        if other is callback or not isinstance(other, kind) or other.cause != callback.cause:
+            continue
+        if other.moved(module) is value:
+            raise UserError(
+                f"two callbacks.{kind.__name__} would have one factor on {value.name}; leave one of them out, or give "
+                "each a monitor of its own"
+            )
+    value.claim(callback.cause)
 
 
 def watched(trainer: L.Trainer, name: str, here: str) -> float:

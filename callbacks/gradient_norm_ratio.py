@@ -85,10 +85,17 @@ class GradientNormRatio(Callback):
             )
         if self.control:
             _check_control(pl_module, of)
+            self._check_alone(trainer, pl_module, of)
             if of == "heads":
                 _claim(pl_module, self._keys(pl_module, of))
         if of != "groups":
             self._check_names(set(self._keys(pl_module, of)), of)
+
+    def _check_alone(self, trainer: L.Trainer, module: L.LightningModule, of: Of) -> None:
+        """Raise UserError where another one would control the same gradients by the same factors."""
+        twins = [c for c in trainer.callbacks if c is not self and isinstance(c, GradientNormRatio)]  # type: ignore[attr-defined]
+        if any(twin.control and twin._kind(module) == of for twin in twins):
+            raise UserError(f"two callbacks.GradientNormRatio would control the gradients of {of}; leave one out")
 
     def _kind(self, module: L.LightningModule) -> Of:
         return self.of or _kinds(module)[0]

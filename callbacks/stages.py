@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -18,7 +19,9 @@ from alignment.events import record_event
 from alignment.protocols import PlansData, Rows
 from alignment.schedulable import HasSchedulables, Schedulable
 from alignment.stages import FRACTION, Amount, Position, Ramp, StageConfig, Walk, amount, made
-from alignment.watching import HasPairs
+from alignment.watching import HasPairs, validates
+
+log = logging.getLogger(__name__)
 
 HERE = "callbacks.Stages"
 STAGE = "stage"
@@ -80,6 +83,7 @@ class Stages(Callback):
                 self._own(trainer, pl_module, f"{HERE}: stage '{name}'", value, ramp)
             if FRACTION in ramps:
                 self._check_fraction(trainer, pl_module, name, ramps[FRACTION])
+        self._check_shapes(trainer, pl_module)
         if STAGE not in pl_module.schedulables:
             pl_module.schedulables.register(Schedulable(STAGE, 0))
         pl_module.schedulables[STAGE].own(HERE)
@@ -92,6 +96,19 @@ class Stages(Callback):
         for given in (ramp.start, ramp.end):
             if given is not None:
                 one.check(amount(given, one.configured, f"{where}: {value}"), where)
+
+    def _check_shapes(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Raise UserError for a ramp by an even factor that begins or ends at 0."""
+        reached: dict[str, float] = {}
+        for name, ramps in zip(self.names, self._ramps, strict=True):
+            for value, ramp in ramps.items():
+                configured = self._find(trainer, module, value).configured
+                end = amount(ramp.end, configured, value)
+                start = reached.get(value, configured) if ramp.start is None else amount(ramp.start, configured, value)
+                if ramp.shape == "geometric" and not (start > 0 and end > 0):
+                    what = f"stage '{name}' ramps {value} from {start:g} to {end:g}"
+                    raise UserError(f"{HERE}: {what}; geometric is by a factor, so neither may be 0: use linear")
+                reached[value] = end
 
     def _find(self, trainer: L.Trainer, module: L.LightningModule, value: str) -> Schedulable:
         assert isinstance(module, HasSchedulables)
@@ -153,27 +170,52 @@ class Stages(Callback):
     # ------------------------------------------------------------------ walking
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if any(stage.epochs is not None for stage in self._configs) and not math.isfinite(trainer.num_training_batches):
-            raise UserError(f"{HERE}: epochs need data of a known length; give steps")
+        self._check_lengths(trainer, pl_module)
         if self._walk is None:
             self._begin(trainer, pl_module, 0, self._position(trainer, pl_module))
+        else:
+            self._join(trainer, pl_module, self._walk)
         self._advance(trainer, pl_module)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        here = len(self.names) if self._walk is None else self._walk.stage
+        if (left := self.names[here + 1 :]) and trainer.is_global_zero:
+            log.warning("%s: training ends in stage '%s'; not begun: %s", HERE, self.names[here], ", ".join(left))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         self._advance(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._walk is None:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
-        until = self._configs[self._walk.stage].until
-        if until is None:
+        known, first = trainer.callback_metrics, 0 if self._walk is None else self._walk.stage
+        for ahead in [stage.until for stage in self._configs[first:] if stage.until is not None]:
+            if ahead.monitor not in known:
+                there = ", ".join(sorted(name for name in known if name.startswith("val/")))
+                raise UserError(f"{HERE} watches {ahead.monitor}, which is not logged; there is {there or 'nothing'}")
+        if trainer.sanity_checking or self._walk is None or (until := self._configs[self._walk.stage].until) is None:
             return
-        known = trainer.callback_metrics
-        if until.monitor not in known:
-            there = ", ".join(sorted(name for name in known if name.startswith("val/")))
-            raise UserError(f"{HERE} watches {until.monitor}, which is not logged; there is {there or 'nothing'}")
         self._walk.met = self._walk.met or until.met(float(known[until.monitor]), self._walk.memory)
         self._advance(trainer, pl_module)
+
+    def _check_lengths(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Raise UserError for a stage whose end, or ramp to the end of the run, this run cannot know."""
+        if any(stage.epochs is not None for stage in self._configs) and not math.isfinite(trainer.num_training_batches):
+            raise UserError(f"{HERE}: epochs need data of a known length; give steps")
+        for name, stage in [*self.stages.items()][:-1]:
+            if stage.steps is None and stage.epochs is None and not validates(trainer):
+                what = f"stage '{name}' ends by a metric of validation, and this run has no validation"
+                raise UserError(f"{HERE}: {what}; give it steps or epochs, or the run validation data")
+        if self._configs[-1].endless and any(ramp.over is None and not ramp.still for ramp in self._ramps[-1].values()):
+            _total_steps(trainer, module)
+
+    def _join(self, trainer: L.Trainer, module: L.LightningModule, walk: Walk) -> None:
+        """A resumed stage may name more than it did when it began: that starts from what it is now."""
+        ramps = self._ramps[walk.stage]
+        new = [name for name in ramps if name not in walk.values]
+        walk.values |= {name: float(self._find(trainer, module, name).base) for name in new}
+        if FRACTION in new and not _takes_all(ramps[FRACTION]):
+            self._freeze(trainer, module)
 
     @staticmethod
     def _position(trainer: L.Trainer, module: L.LightningModule) -> Position:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from alignment.errors import UserError
 from alignment.events import record_event
+from alignment.schedulable import LR
 from alignment.watching import HasHeads
 
 CAUSE = "stalled"
@@ -45,7 +46,6 @@ class StalledHead(Callback):
             )
         self.steps, self.threshold, self.factor, self.cap = steps, threshold, factor, cap
         self.waited: dict[str, int] = {}
-        self.factors: dict[str, float] = {}
         self.constant: dict[str, int] = {}  # steps in a row without a difference
         self._largest: dict[str, float] = {}
         self._differed: set[str] = set()  # rewards of which that is so since their head's last step
@@ -94,9 +94,8 @@ class StalledHead(Callback):
     def _raise(self, trainer: L.Trainer, module: HasHeads, name: str) -> None:
         if name in self._told:
             return
-        before = self.factors.get(name, 1.0)
+        before = module.schedulables[f"{LR}/{name}"].factor(CAUSE)
         now = min(before * self.factor, self.cap)
-        self.factors[name] = now
         module.scale_head(name, CAUSE, now)
         if now == before:
             self._told.add(name)
@@ -112,7 +111,6 @@ class StalledHead(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {
             "waited": dict(self.waited),
-            "factors": dict(self.factors),
             "constant": dict(self.constant),
             "differed": sorted(self._differed),
             "largest": dict(self._largest),
@@ -120,8 +118,8 @@ class StalledHead(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.waited, self.factors = dict(state_dict["waited"]), dict(state_dict["factors"])
-        self.constant, self._differed = dict(state_dict["constant"]), set(state_dict["differed"])
+        self.waited, self.constant = dict(state_dict["waited"]), dict(state_dict["constant"])
+        self._differed = set(state_dict["differed"])
         self._largest, self._told = dict(state_dict["largest"]), set(state_dict["told"])
 
 

@@ -14,7 +14,7 @@ from alignment.checkpoint import SafeCheckpointIO
 from alignment.head_config import FusionConfig
 from alignment.head_steps import HeadSteps
 from alignment.penalties import EntropyConfig, EntropyTerm
-from alignment.schedulable import Moved, Schedulables
+from alignment.schedulable import LR, Moved, Schedulable, Schedulables
 from tests.loops import Rows
 from tests.rl_toys import prompts
 from tests.toys import FixedData, trainer
@@ -25,9 +25,12 @@ class Trained(SimpleNamespace):
 
     def __init__(self) -> None:
         self.rows = Rows()
-        loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+        validation = SimpleNamespace(_combined_loader=None)
+        loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0, val_loop=validation))
         super().__init__(is_global_zero=True, fit_loop=loop, loggers=[self.rows], global_step=0, callback_metrics={})
         self.sanity_checking, self.state = False, SimpleNamespace(fn=TrainerFn.FITTING)
+        self.callbacks: list[L.Callback] = []
+        self.enable_validation = True
 
     @property
     def events(self) -> list[str]:
@@ -44,6 +47,8 @@ class Headed:
         self.fusion_config = FusionConfig()
         self.schedulables = Schedulables()
         self.fusion_entropy = self.fusion_config.entropy
+        for name in names:
+            self.schedulables.register(Schedulable(f"{LR}/{name}", 1.0))
         self.frozen: set[str] = set()
         self.only: str | None = None
         self.head_steps = HeadSteps(every, "mean")
@@ -56,9 +61,10 @@ class Headed:
         self.noted: list[dict[str, float]] = []
 
     def claim_head(self, name: str, cause: str) -> None:
-        """Nothing is kept of it."""
+        self.schedulables[f"{LR}/{name}"].claim(cause)
 
     def scale_head(self, name: str, cause: str, factor: float) -> None:
+        self.schedulables[f"{LR}/{name}"].scale(cause, factor)
         self.scaled.append((name, factor))
 
     def note_values(self, values: Mapping[str, float]) -> None:
@@ -80,8 +86,6 @@ class Leave(L.Callback):
         if module.batches_seen == self.after:
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True
-
-
 
 
 def ends(

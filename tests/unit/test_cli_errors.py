@@ -132,6 +132,12 @@ def test_stopping_early_on_an_unknown_metric(capsys: pytest.CaptureFixture[str],
     assert last.startswith("alignment: error: Early stopping conditioned on metric `nope` which is not available.")
 
 
+def test_the_same_callback_twice(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
+    twice = ["--trainer.callbacks+=callbacks.PlateauBeta"] * 2
+    expected = "trainer.callbacks has PlateauBeta twice, with nothing that a checkpoint could tell them apart by; leave"
+    assert complaint(capsys, *RUN, *twice) == f"{expected} one of them out"
+
+
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
     assert "nowhere.yaml'" in complaint(capsys, "fit", "-c", "nowhere.yaml")
 

@@ -44,6 +44,15 @@ def test_smoothing_the_measured_kl() -> None:
     assert controller.coefficient == before
 
 
+@pytest.mark.parametrize(("kl", "end"), [(0.0, 1e-8), (1e9, 1e8)])
+def test_a_target_out_of_reach_ends_at_a_bound(kl: float, end: float) -> None:
+    """200 times 0.8 or 1.2 from 1: past 1e-8 and 1e8, and far from 0 and infinity."""
+    controller = AdaptiveKL(coefficient=1.0, horizon=1)
+    for _ in range(200):
+        controller.update(kl, 1)
+    assert controller.coefficient == end
+
+
 def test_a_measurement_that_is_not_finite_is_ignored() -> None:
     kl, entropy = AdaptiveKL(), AdaptiveEntropy(target=1.0, value=0.1)
     for bad in (math.nan, math.inf):

@@ -17,12 +17,16 @@ from alignment.controllers import Plateau
 from alignment.errors import UserError
 from alignment.pair_beta import PairBeta
 from alignment.pairs import pair_gaps
+from alignment.reference import FrozenCopy
+from alignment.tiny import tiny_tokenizer
 from alignment.update import UNIT
 from callbacks import BatchBeta, PlateauBeta, TargetKL
+from datamodules import PreferenceData
 from modules import DPO, GRPO, KTO, SFT, OnlineDPO, SimPO
 from tests.callback_toys import Trained, weights
 from tests.rl_toys import fit, moved, online
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
+from tests.unit.test_planned import rows
 
 GAPS = [2.0, 0.5, -1.0, 3.5]
 
@@ -221,6 +225,21 @@ def test_batch_beta_of_a_run(tmp_path: Path) -> None:
     assert module.beta == 0.1  # between batches, where validation is
 
 
+def test_the_reference_is_asked_once(tmp_path: Path) -> None:
+    """For the gaps; the update of the pairs kept needs it no more. Each token of the eight pairs once."""
+    module, asked = dpo(reference="copy"), []
+    token_logps = FrozenCopy.token_logps
+
+    def counted(self: FrozenCopy, batch: GroupBatch, temperature: float = 1.0) -> torch.Tensor:
+        asked.append(len(batch.completion_ids))
+        return token_logps(self, batch, temperature)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrozenCopy, "token_logps", counted)
+        fit(module, tmp_path, pairs(), callbacks=[BatchBeta()])
+    assert sum(asked) == len(GroupBatch.from_groups(groups(8, 2)).completion_ids)
+
+
 def test_the_smallest_beta(tmp_path: Path) -> None:
     module = dpo(beta=0.02)
     module.schedulables["beta"].scale("x", 0.5)
@@ -345,6 +364,12 @@ def test_bad_settings(make: Any, said: str) -> None:
         ),
         (lambda: TargetKL(1.0), lambda: SimPO(policy=TINY, optim=OPTIM), "watches kl/data, which no update reports"),
         (lambda: PlateauBeta(value="betta"), dpo, "no value 'betta'"),
+        (lambda: PlateauBeta(floor=0.1), dpo, "beta is 0.1, not above the floor of 0.1, so it cannot fall; give"),
+        (
+            lambda: PlateauBeta(),
+            lambda: online(GRPO, kl={"coefficient": 0.001}),
+            r"kl\.coefficient is 0.001, not above the floor of 0.01",
+        ),
         (lambda: PlateauBeta("val/acc"), dpo, r"watches val/acc, which is not logged; there is val/.*accuracies"),
         (
             lambda: TargetKL(1.0),
@@ -360,6 +385,29 @@ def test_where_they_do_not_belong(callback: Any, module: Any, said: str, tmp_pat
     with pytest.raises(UserError, match=said) as caught:
         fit(own, tmp_path, data, callbacks=[callback()], limit_val_batches=1)
     assert "\n" not in str(caught.value)
+
+
+def test_two_of_a_kind_on_one_value(tmp_path: Path) -> None:
+    """beta is what both multiply, named or not; with monitors of their own they are two causes: .1 x .8 x .5, as
+    neither loss nor accuracy is better by 9 after the first epoch. TargetKL alike."""
+    settings: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 2}
+    twins = ([PlateauBeta(), PlateauBeta(value="beta")], [TargetKL(1.0), TargetKL(2.0, value="beta")])
+    for callbacks in twins:
+        with pytest.raises(UserError, match="would have one factor on beta; leave one of them out, or") as error:
+            fit(dpo(), tmp_path, pairs(), callbacks=callbacks, **settings)
+        assert "\n" not in str(error.value)
+    module = dpo()
+    ones = [PlateauBeta(patience=1, min_delta=9.0), PlateauBeta("val/loss", "min", 0.5, patience=1, min_delta=9.0)]
+    fit(module, tmp_path, pairs(), callbacks=ones, **settings)
+    assert module.beta == pytest.approx(0.1 * 0.8 * 0.5)
+    assert len({one.state_key for one in (*ones, PlateauBeta(value="beta"))}) == 3
+
+
+@pytest.mark.parametrize("without", [{"limit_val_batches": 0}, {"limit_val_batches": 1.0}])
+def test_a_plateau_without_validation(without: dict[str, Any], tmp_path: Path) -> None:
+    data = PreferenceData(rows(tmp_path), val_fraction=0.0, tokenizer=tiny_tokenizer(), cache_dir=None, batch_size=4)
+    with pytest.raises(UserError, match="watches a score of validation, and this run has none: give it"):
+        fit(dpo(), tmp_path, data, callbacks=[PlateauBeta()], **without)
 
 
 def test_a_module_without_either(tmp_path: Path) -> None:

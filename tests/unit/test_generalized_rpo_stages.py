@@ -53,5 +53,6 @@ def test_a_domain_moves_with_the_stages_and_all_callbacks_compose(tmp_path: Path
     expected = [2.5 * beta for beta in (0.05, 0.05, 0.05, 0.125, 0.2, 0.2)]
     assert [update["beta"] for update in watch.updates] == pytest.approx(expected)
     together = [PlateauBeta(patience=1, min_delta=9.0, every="check"), stages(2, 2), BatchBeta()]
-    watch, _ = fit(module(**own), tmp_path, FixedData(pairs, batch_size=4), callbacks=together, **settings)
+    validated = {"limit_val_batches": 1, "num_sanity_val_steps": 0, **settings}
+    watch, _ = fit(module(**own), tmp_path, FixedData(pairs, batch_size=4), callbacks=together, **validated)
     assert len(watch.updates) == 6

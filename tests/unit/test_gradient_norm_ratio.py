@@ -262,6 +262,14 @@ def test_wrong_modules(module: Any, settings: dict[str, Any], said: str, tmp_pat
     assert "\n" not in str(caught.value)
 
 
+def test_two_that_would_control_the_same(tmp_path: Path) -> None:
+    """of: null is of heads here. One that only watches may stand beside one that controls."""
+    ones = [GradientNormRatio(control=True), GradientNormRatio(of="heads", control=True)]
+    with pytest.raises(UserError, match=r"two callbacks\.GradientNormRatio would control the gradients of heads"):
+        fit(decoupled(), tmp_path, callbacks=ones, max_steps=1)
+    fit(decoupled(), tmp_path, callbacks=[GradientNormRatio(control=True), GradientNormRatio(of="groups")], max_steps=1)
+
+
 def test_one_head_only_is_nothing_to_compare(tmp_path: Path) -> None:
     watch, _ = fit(online(DecoupledPO, rewards={"odd": here()}), tmp_path, callbacks=[GradientNormRatio()], max_steps=1)
     assert watch.logged[0]["grad/dev/head/odd"] == pytest.approx(1.0)

@@ -51,6 +51,19 @@ def test_rates_by_hand() -> None:
     assert run.events == ["stalled_head"] * 9
 
 
+def test_a_resume_goes_on_from_the_factor_in_force() -> None:
+    """The registry holds it, the callback no other: 1.1, then by a new callback 1.21."""
+    module, run = Headed("a", "b"), Trained()
+    first, again = StalledHead(steps=1), StalledHead(steps=1)
+    stall(first, module, run, 0.0)
+    again.load_state_dict(first.state_dict())
+    stall(again, module, run, 0.0)
+    assert module.scaled == [("a", pytest.approx(1.1)), ("a", pytest.approx(1.21))]
+    module.schedulables["optim.lr/a"].unscale("stalled")
+    stall(again, module, run, 0.0)
+    assert module.scaled[-1] == ("a", pytest.approx(1.1))
+
+
 def test_a_step_of_the_heads_is_of_several_updates() -> None:
     """Of three: one norm above the threshold anywhere in them ends the row."""
     module, run, callback = Headed("a", "b", every=3), Trained(), StalledHead(steps=2)
@@ -137,7 +150,7 @@ def test_a_constant_reward_in_a_run(tmp_path: Path, caplog: pytest.LogCaptureFix
     module = decoupled(rewards=REWARDS | {"low": here(same)})
     watch, run = fit(module, tmp_path, callbacks=[callback, GradientNormRatio(control=True)], max_epochs=3)
     assert watch.logged[-1]["grad_norm/head/low"] > 1e-7
-    assert callback.factors == {}
+    assert module.schedulables["optim.lr/low"].factor("stalled") == 1.0
     assert caplog.text.count("constant reward: low has not differed in any group for 2 steps") == 1
     rates = {group["part"]: group["lr"] / OPTIM.lr for group in run.optimizers[0].param_groups}
     assert rates["heads.subs.1."] == pytest.approx(1.0)
@@ -150,7 +163,6 @@ def test_a_gradient_that_is_gone_in_a_run(tmp_path: Path, caplog: pytest.LogCapt
     """Under a threshold that every gradient is below: after two steps of the heads each has a higher rate."""
     callback = StalledHead(steps=2, threshold=1e6)
     _, run = fit(decoupled(**FREE), tmp_path, callbacks=[callback], max_epochs=3)
-    assert callback.factors == pytest.approx(dict.fromkeys(NAMES, 1.1))
     assert "the head of low has had no gradient for 2 steps: its rate x 1.1; the reward differs within" in caplog.text
     rates = {group["part"]: group["lr"] / OPTIM.lr for group in run.optimizers[0].param_groups}
     assert rates == pytest.approx({"": 1.0, **{f"heads.subs.{k}.": 1.1 for k in range(3)}})
@@ -381,9 +393,7 @@ def test_rates_survive_going_back_to_a_checkpoint(tmp_path: Path) -> None:
     settings = {"plugins": [SafeCheckpointIO()], "enable_checkpointing": True, "max_steps": 2}
     fit(decoupled(), tmp_path, callbacks=[Back(), keep], **settings)
     for found, factor in zip(rates, (1.5, 2.0), strict=True):
-        assert found == pytest.approx(
-            {"": 1.0, "heads.subs.0.": 1.0, "heads.subs.1.": factor, "heads.subs.2.": 1.0}
-        )
+        assert found == pytest.approx({"": 1.0, "heads.subs.0.": 1.0, "heads.subs.1.": factor, "heads.subs.2.": 1.0})
 
 
 @pytest.mark.parametrize("callback", [StalledHead, FusionStability, FocusReward])

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from alignment.batches import Group, GroupBatch
-from alignment.checkpoint import SafeCheckpointIO
+from alignment.checkpoint import SafeCheckpointIO, load_checkpoint_folder
 from alignment.errors import UserError
 from alignment.policy import LoRAConfig, PolicyConfig
+from alignment.training import STATE_KEY
 from modules import DPO, SFT, RewardModel
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
@@ -100,3 +101,15 @@ def test_a_reply_ends_where_the_template_ends_a_turn(monkeypatch: pytest.MonkeyP
     batch = GroupBatch.from_groups([Group(prompt=[1, *[30] * n], completions=[[3]]) for n in (1, 2, 3)])
     assert module.complete(batch, 4) == [[40, 3], [7], [60, 61, 62, 63]]
     assert asked["eos_token_id"] == [1, 3, 7]
+
+
+@pytest.mark.parametrize("part", ["factors", "additions"])
+def test_the_state_of_another_version_is_refused_in_one_line(part: str, tmp_path: Path) -> None:
+    """As it was before values had factors by cause: {configured, now}."""
+    module = DPO(policy=TINY, optim=OPTIM)
+    path = saved(module, tmp_path)
+    checkpoint = load_checkpoint_folder(Path(path))
+    del checkpoint[STATE_KEY]["moving"]["beta"][part]
+    with pytest.raises(UserError, match=rf"training state in the checkpoint lacks '{part}': another version") as error:
+        DPO(policy=TINY, optim=OPTIM).on_load_checkpoint(checkpoint)
+    assert "\n" not in str(error.value)

@@ -236,6 +236,19 @@ def test_state(after: int) -> None:
     assert go(again, other, run, 10 - after) == whole[after:]
 
 
+def test_a_resumed_stage_may_name_more() -> None:
+    """Two of four steps into it: the new ramp begins where its value is, and has half of the way behind."""
+    module, run, callback = Module(beta=0.1, lambda1=0.01), Run(), Stages({"a": {"steps": 4, "values": {"beta": 0.2}}})
+    start(callback, module, run)
+    walk(callback, module, run, 2)
+    again = Stages({"a": {"steps": 4, "values": {"beta": 0.2, "lambda1": {"end": 0.05}}}})
+    again.load_state_dict(callback.state_dict())
+    other = Module(beta=0.1, lambda1=0.01)
+    other.batches_seen = 2
+    start(again, other, run)
+    assert walk(again, other, run, 2, "lambda1") == pytest.approx([0.03, 0.04, 0.05])
+
+
 def test_a_checkpoint_of_other_stages() -> None:
     callback = Stages(THREE)
     start(callback, Module(beta=0.1), Run())
@@ -398,6 +411,9 @@ def test_confidence_from_a_column_and_a_moving_mix(tmp_path: Path) -> None:
         ({"a": {"until": {"monitor": "loss", "above": 1.0}}}, "looks at a metric of validation"),
         ({"a": {"until": {"monitor": "val/x", "above": 1, "when": 2}}}, "until has no field when"),
         ({"a": {"until": {"monitor": "val/x", "plateau": 0}}}, "patience of at least 1"),
+        ({"a": {"until": {"monitor": "val/x", "above": float("nan")}}}, "until.above is nan; it is a finite number"),
+        ({"a": {"until": {"above": 1.0}}}, "until lacks monitor; it has monitor, above"),
+        ({"a": {"values": {"beta": {"start": 1}}}}, "beta lacks end; it has end, start, over, shape"),
         ({"a": {"values": {"beta": {"to": 1}}}}, "beta has no field to; it has end, start, over, shape"),
         ({"a": {"values": {"beta": {"end": 1, "over": 0}}}}, "a ramp over 0 steps"),
         ({"a": {"values": {"beta": {"end": 1, "shape": "step"}}}}, "shape is 'step'"),
@@ -420,6 +436,7 @@ def test_stages_that_are_none(stages: Any, said: str) -> None:
         ({"beta": {"end": -1}}, "beta is -1.0"),
         ({"beta": "much"}, "beta is 'much'"),
         ({"betta": 1.0}, r"no value 'betta' to move here; there are optim\.lr, beta; did you mean beta"),
+        ({"beta": {"start": 0.0001, "end": 0.0, "shape": "geometric"}}, "beta is 0.0"),
         ({"data.fraction": 1.5}, r"data\.fraction is 1\.5; it is above 0 and at most 1"),
         ({"data.mix.easy": 1.0}, r"no value 'data\.mix\.easy'"),
     ],
@@ -459,12 +476,46 @@ def test_data_and_modules_that_cannot(tmp_path: Path) -> None:
 
 
 def test_a_run_without_an_end(tmp_path: Path) -> None:
-    stages = Stages({"a": {"values": {"beta": {"end": 1.0}}}})
-    with pytest.raises(UserError, match="a run whose length is unknown; say over how many steps"):
-        fit(dpo(), tmp_path, FixedData(groups(8, 2)), callbacks=[stages], max_epochs=-1)
+    """Told before the first step, also of a last stage that is far away."""
+    for ahead in ({}, {"a": {"steps": 1000}}):
+        stages = Stages({**ahead, "b": {"values": {"beta": {"end": 1.0}}}})
+        with pytest.raises(UserError, match="a run whose length is unknown; say over how many steps"):
+            fit(dpo(), tmp_path, FixedData(groups(8, 2)), callbacks=[stages], max_epochs=-1)
+
+
+def test_a_factor_from_nothing(tmp_path: Path) -> None:
+    """From 0 as configured, to 0, and from the 0 that an earlier stage ends at."""
+    ramp = {"end": 0.2, "shape": "geometric"}
+    firsts = ({"kl.coefficient": ramp}, {"kl.coefficient": ramp | {"start": 1.0, "end": 0.0}}, {"kl.coefficient": 0.0})
+    for first in firsts:
+        stages = Stages({"a": {"steps": 1, "values": first}, "b": {"values": {"kl.coefficient": ramp}}})
+        with pytest.raises(UserError, match=r"ramps kl\.coefficient from .*; geometric is by a factor, so neither"):
+            fit(online(GRPO, kl={"measure": True}), tmp_path, callbacks=[stages])
+
+
+def test_a_condition_without_validation(tmp_path: Path) -> None:
+    """A stage that only a condition ends; with a length besides, or as the last one, it may stand."""
+    until = {"monitor": "val/loss", "below": 0.1}
+    data = FixedData(groups(8, 2), batch_size=4)
+    with pytest.raises(UserError, match="stage 'a' ends by a metric of validation, and this run has no validation"):
+        fit(dpo(), tmp_path, data, callbacks=[Stages({"a": {"until": until}, "b": {}})])
+    for stages in ({"a": {"until": until, "steps": 1}, "b": {}}, {"a": {"until": until}}):
+        fit(dpo(), tmp_path, data, callbacks=[Stages(stages)])
+
+
+def test_what_did_not_begin_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two steps of a stage of nine; and a run that goes through all."""
+    data = FixedData(groups(8, 2), batch_size=4)
+    fit(dpo(), tmp_path, data, callbacks=[Stages({"a": {"steps": 1}, "b": {}})])
+    assert "training ends" not in caplog.text
+    fit(dpo(), tmp_path, data, callbacks=[Stages({"a": {"steps": 9}, "b": {"steps": 1}, "c": {}})])
+    assert "training ends in stage 'a'; not begun: b, c" in caplog.text
 
 
 def test_a_condition_that_is_not_logged(tmp_path: Path) -> None:
-    stages = Stages({"a": {"until": {"monitor": "val/acc", "above": 0.5}}, "b": {}})
-    with pytest.raises(UserError, match=r"Stages watches val/acc, which is not logged; there is val/.*val/loss"):
-        fit(dpo(), tmp_path, FixedData(groups(8, 2)), callbacks=[stages], limit_val_batches=1, num_sanity_val_steps=0)
+    """At the first validation, the sanity check too, also of a later stage's."""
+    until = {"until": {"monitor": "val/acc", "above": 0.5}}
+    for stages, sanity in (({"a": until, "b": {}}, 0), ({"a": {"steps": 9}, "b": until, "c": {}}, 1)):
+        settings = {"callbacks": [Stages(stages)], "limit_val_batches": 1, "num_sanity_val_steps": sanity}
+        with pytest.raises(UserError, match=r"Stages watches val/acc, which is not logged; there is val/.*val/loss"):
+            fit(dpo(), tmp_path, FixedData(groups(8, 2)), **settings)
