@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from alignment.checkpoint_folder import (
     retire,
     verify,
     write_checkpoint,
+    write_together,
 )
 
 __all__ = [
@@ -64,27 +66,42 @@ class SafeCheckpointIO(CheckpointIO):
         """Called on rank 0 only. Raises TypeError at once for a state that cannot be expressed."""
         if storage_options is not None:
             raise TypeError("storage_options are for remote stores; checkpoints are written to local folders only")
+        self._save(write_checkpoint, checkpoint, path)
+
+    def save_together(self, checkpoint: dict[str, Any], path: Path | str) -> None:
+        """The same for a sharded run: called on every rank, each of which writes what it holds."""
+        self._save(write_together, checkpoint, path)
+
+    def _save(
+        self, write: Callable[[dict[str, Any], Path], None], checkpoint: dict[str, Any], path: Path | str
+    ) -> None:
         try:
-            write_checkpoint(checkpoint, _local(path))
+            write(checkpoint, _local(path))
         except CheckpointError as error:
             self.failed_saves += 1
             if self.failed_saves > 1:
                 raise
-            log.error("%s; training goes on, a second failed save in a row will stop it", error)
+            if distributed.rank() == 0:
+                log.error("%s; training goes on, a second failed save in a row will stop it", error)
         else:
             self.failed_saves = 0
 
     def load_checkpoint(
-        self, path: Path | str, map_location: Any | None = None, weights_only: bool | None = None
+        self,
+        path: Path | str,
+        map_location: Any | None = None,
+        weights_only: bool | None = None,
+        *,
+        joined: bool = True,
     ) -> dict[str, Any]:
         """Called on every rank; all of them must arrive at the same checkpoint. Tensors come on the CPU, from where
         Lightning copies them into the model and the optimizers, and nothing but data is ever read: `map_location` and
-        `weights_only` have nothing to add."""
-        chosen = self._choose(_local(path))
+        `weights_only` have nothing to add. `joined` False: see `load_checkpoint_folder`."""
+        chosen = self._choose(_local(path), verify if joined else _verify_together)
         manifest = read_manifest(chosen)
         if len(set(distributed.all_gather_objects((manifest["created"], manifest["config"])))) > 1:
             raise CheckpointError(f"the ranks do not see the same checkpoint at {path}; put it on a shared file system")
-        return load_checkpoint_folder(chosen)
+        return load_checkpoint_folder(chosen, joined=joined, hashed=not joined)
 
     def remove_checkpoint(self, path: Path | str) -> None:
         try:
@@ -92,9 +109,9 @@ class SafeCheckpointIO(CheckpointIO):
         except CheckpointError as error:
             log.error("older checkpoints are kept: %s", error)
 
-    def _choose(self, path: Path) -> Path:
+    def _choose(self, path: Path, check: Callable[[Path], object]) -> Path:
         try:
-            verify(path)
+            check(path)
         except CheckpointError as error:
             if not self.fallback or not _was_checkpoint(path):
                 raise
@@ -102,7 +119,7 @@ class SafeCheckpointIO(CheckpointIO):
             for other in complete(path.parent):
                 if other == path or (config is not None and read_manifest(other)["config"] != config):
                     continue
-                if _is_good(other):
+                if _is_good(other, check):
                     step = read_manifest(other)["step"]
                     log.error("%s; FALLING BACK to %s (step %d)", error, other, step)
                     return other
@@ -129,9 +146,20 @@ def _config_of(path: Path) -> str | None:
         return None
 
 
-def _is_good(path: Path) -> bool:
+def _verify_together(path: Path) -> None:
+    """Each rank hashes its share of the files; what is wrong with one is an error on every rank. A collective."""
+    message = ""
     try:
-        verify(path)
+        verify(path, share=(distributed.rank(), distributed.world_size()))
+    except CheckpointError as error:
+        message = str(error)
+    if wrong := [str(found) for found in distributed.all_gather_objects(message) if found]:
+        raise CheckpointError(wrong[0])
+
+
+def _is_good(path: Path, check: Callable[[Path], object]) -> bool:
+    try:
+        check(path)
     except CheckpointError as error:
         log.error("%s", error)
         return False

@@ -3,6 +3,7 @@
     manifest.json         size and sha256 of the other files, step, config hash, versions, world size; written last
     state.json            everything that is not a tensor, as typed JSON (see `alignment.codec`)
     tensors.safetensors   every tensor
+    shard-*.safetensors   of a sharded run, what each rank holds of tensors that are spread (`alignment.spread_file`)
 
 Commit: a hidden folder beside the final place, every file fsynced, the manifest last, one rename, fsync of the parent.
 A process that dies at any point leaves either the old state or the new one, never half of one under a final name.
@@ -18,12 +19,12 @@ import platform
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from alignment import distributed, tensor_file
+from alignment import distributed, spread_file, tensor_file
 from alignment.codec import Encoder, decode
 from alignment.errors import UserError
 
@@ -70,6 +71,62 @@ def write_checkpoint(state: dict[str, Any], path: Path) -> None:
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"checkpoint {path} not written ({need:,} bytes): {error.strerror or error}") from error
+
+
+def write_together(state: dict[str, Any], path: Path) -> None:
+    """`write_checkpoint` of a state with tensors that are spread over ranks, into a folder that all of them see. A
+    collective, which raises the same error on every rank: CheckpointError when any rank cannot write its part."""
+    encoder = Encoder(spread=True)
+    text = json.dumps(encoder.encode(state), allow_nan=False, separators=(",", ":")).encode()
+    first = distributed.rank() == 0
+    names: Any = distributed.all_gather_objects(encoder.names if first else None)[0]
+    parts = spread_file.parts_of({name: encoder.parts[name] for name in names})
+    tensors = encoder.tensors if first else {}
+    own = len(text) + sum(t.numel() * t.element_size() for t in (*parts.values(), *tensors.values())) + _SPARE_BYTES
+    need = sum(int(n) for n in distributed.all_gather_objects(own))  # type: ignore[call-overload]
+    temporary = _hidden(path, "tmp")
+    mine = spread_file.file_name(distributed.rank(), distributed.world_size())
+    files: dict[str, tuple[int, str]] = {}
+
+    def begin() -> None:
+        _make_folder(path.parent)
+        _remove_leftovers(path.parent)
+        free = shutil.disk_usage(path.parent).free
+        if free < need:
+            raise CheckpointError(f"checkpoint {path} not written: it needs {need:,} bytes, the disk has {free:,} free")
+        os.mkdir(temporary)
+
+    def end() -> None:
+        files[TENSORS] = tensor_file.write_tensors(temporary / TENSORS, tensors)
+        files[STATE] = _write_file(temporary / STATE, text)
+        _write_file(temporary / MANIFEST, _manifest(state, files))
+        _sync_folder(temporary)
+        _commit(temporary, path)
+
+    try:
+        _everywhere(begin if first else None, path, need)
+        wrote = _everywhere(lambda: (mine, tensor_file.write_tensors(temporary / mine, parts)), path, need)
+        files |= dict(wrote)
+        _everywhere(end if first else None, path, need)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _everywhere(act: Callable[[], Any] | None, path: Path, need: int) -> list[Any]:
+    """What `act` returns on each rank, on all of them. An error of the disk on one is raised on every one."""
+    result, message = None, ""
+    try:
+        result = act() if act is not None else None
+    except CheckpointError as error:
+        message = str(error)
+    except OSError as error:
+        message = f"checkpoint {path} not written ({need:,} bytes): {error.strerror or error}"
+    found: list[Any] = distributed.all_gather_objects((result, message))
+    if failed := [text for _, text in found if text]:
+        raise CheckpointError(failed[0])
+    return [result for result, _ in found]
 
 
 def _manifest(state: dict[str, Any], files: dict[str, tuple[int, str]]) -> bytes:
@@ -186,7 +243,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} is {'a file, not a folder' if path.exists() else 'missing'}")
     names = sorted(entry.name for entry in os.scandir(path))
-    if names != sorted((MANIFEST, STATE, TENSORS)):
+    if sorted(n for n in names if not spread_file.FILE.fullmatch(n)) != sorted((MANIFEST, STATE, TENSORS)):
         raise CheckpointError(f"checkpoint {path} must hold {MANIFEST}, {STATE} and {TENSORS} only, not {names}")
     for name in names:
         if not stat.S_ISREG(os.lstat(path / name).st_mode):
@@ -198,22 +255,31 @@ def read_manifest(path: Path) -> dict[str, Any]:
         body = json.loads(raw)
         body.pop("sha256")
         sealed = _seal(body)
-        well_formed = body["format"] == _FORMAT and set(body["files"]) == {STATE, TENSORS}
+        listed = {name for name in body["files"] if not spread_file.FILE.fullmatch(name)}
+        well_formed = body["format"] == _FORMAT and listed == {STATE, TENSORS}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged") from error
     if raw != sealed or not well_formed:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged or of another format")
+    if {*body["files"], MANIFEST} != set(names):
+        raise CheckpointError(f"checkpoint {path} must hold {sorted({*body['files'], MANIFEST})} only, not {names}")
     return dict(body)
 
 
-def verify(path: Path | str) -> dict[str, Any]:
-    """Check the size and sha256 of every file. Returns the manifest; raises CheckpointError naming what is wrong."""
+def verify(path: Path | str, *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """Check the size and sha256 of every file. Returns the manifest; raises CheckpointError naming what is wrong.
+
+    Args:
+        share: (i, n) hashes every n-th file from the i-th on, for n ranks that hash the rest.
+    """
     path = follow(Path(path))
     manifest = read_manifest(path)
-    for name, expected in manifest["files"].items():
+    for place, (name, expected) in enumerate(sorted(manifest["files"].items())):
         size = (path / name).stat().st_size
         if size != expected["size"]:
             raise CheckpointError(f"checkpoint {path}: {name} has {size:,} bytes instead of {expected['size']:,}")
+        if place % share[1] != share[0]:
+            continue
         with open(path / name, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != expected["sha256"]:
@@ -221,13 +287,21 @@ def verify(path: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def load_checkpoint_folder(path: Path | str) -> dict[str, Any]:
+def load_checkpoint_folder(path: Path | str, *, joined: bool = True, hashed: bool = False) -> dict[str, Any]:
     """Verify, then read: the state as it was saved, every tensor on the CPU. `trust_remote_code` in saved
-    hyper-parameters reads as False, whatever the file says: only the command line can turn it on."""
+    hyper-parameters reads as False, whatever the file says: only the command line can turn it on.
+
+    Args:
+        joined: False leaves what lies in shards unread, as `spread_file.SpreadTensor`s.
+        hashed: the files have been verified just now.
+    """
     path = follow(Path(path))
-    verify(path)
+    files = (read_manifest(path) if hashed else verify(path))["files"]
+    shards = [path / name for name in sorted(files) if spread_file.FILE.fullmatch(name)]
     try:
-        tensors = tensor_file.read_tensors(path / TENSORS)
+        tensors: dict[str, Any] = {**tensor_file.read_tensors(path / TENSORS)}
+        spread = spread_file.open_spread(shards)
+        tensors |= {name: tensor.whole() for name, tensor in spread.items()} if joined else spread
         state = decode(json.loads((path / STATE).read_bytes()), tensors)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {path}: {error}") from error

@@ -24,6 +24,8 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from alignment.spread import is_spread, local
+
 MAX_DEPTH = 200
 """Nesting a state may have; a deeper one is refused on both sides (a crafted file could exhaust the stack)."""
 
@@ -38,10 +40,17 @@ class Encoder:
 
     Tensors that are the same memory (tied weights) get one name, so they are written once and are one tensor again
     after loading. Raises TypeError, naming the path, for an object JSON and tensors cannot express.
+
+    With `spread`, tensors that are spread over ranks get names too: `parts` maps the path of each to the tensor, and
+    `names` are the names in use. Only on rank 0, which holds a part of every tensor, do equal parts of memory tell that
+    tensors are the same, so it is rank 0's JSON and names that count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, spread: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self._spread = spread
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str = "") -> Any:
@@ -101,7 +110,19 @@ class Encoder:
             return {k: self.encode(v, child(k)) for k, v in value.items()}
         return {"$dict": [[self.encode(k, child(k)), self.encode(v, child(k))] for k, v in value.items()]}
 
+    def _part(self, tensor: Tensor, path: str) -> str:
+        part = local(tensor.detach())
+        place = (part.device, part.data_ptr(), part.dtype, tuple(tensor.shape))
+        key: tuple[Any, ...] = ("spread", *(place if part.numel() else (path,)))
+        if key not in self._names:
+            self._names[key] = path
+            self.names.append(path)
+        self.parts[path] = tensor
+        return self._names[key]
+
     def _tensor(self, tensor: Tensor, path: str) -> str:
+        if self._spread and is_spread(tensor):
+            return self._part(tensor, path)
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise TypeError(f"the checkpoint cannot hold '{path}': the tensor is {kind}; save a dense tensor instead")

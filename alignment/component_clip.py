@@ -135,7 +135,7 @@ def update_at_states(
     counts: Counts,
 ) -> None:
     """`alignment.update.update` with each component scaled by what clips its gradient at the hidden states."""
-    micros = list(batch.split(module.micro_batch_tokens))
+    micros = list(module.micro_batches(batch))
     held: Components | None = None
     squares = torch.zeros(len(names), dtype=torch.float64, device=module.device)
     values = torch.zeros_like(squares)

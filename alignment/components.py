@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.metrics import Metrics, add_metrics
+from alignment.spread import is_spread, local
 from alignment.tied_rows import gathering_gradients
 from alignment.update import Counts, has_gradient, optimizer_of, reduce_gradients, step, without_ddp_reduction
 
@@ -151,7 +152,7 @@ def accumulate_objectives(
     shares = torch.zeros(len(stores), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
     with without_ddp_reduction(module), gathering_gradients():
-        for micro in batch.split(module.micro_batch_tokens, keep_groups=keep_groups):
+        for micro in module.micro_batches(batch, keep_groups=keep_groups):
             parts, part_metrics = parts_fn(micro, counts)
             assert parts.keys() == stores.keys(), "a part for every objective, and the rest"
             live = [n for n in stores if (parts[n].requires_grad if n == REST else has_gradient(parts[n], micro))]
@@ -168,22 +169,27 @@ def accumulate_objectives(
 
 
 def gram_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
-    """K lists of one gradient for each parameter -> [K, K] float64 inner products over all of them; None is 0.
+    """K lists of one gradient for each parameter -> [K, K] float64 inner products over all of them; None is 0. A
+    collective where gradients are spread over ranks.
 
     A chunk of each gradient at a time is copied to float64, so that a small difference of large products stays.
     """
     total = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    of_parts = torch.zeros_like(total)  # of gradients that are spread over ranks, what this rank holds
+    spread = False
     for tensors in zip(*gradients, strict=True):
         there = [k for k, t in enumerate(tensors) if t is not None]
         if not there:
             continue
-        flat = [t.reshape(-1) for t in tensors if t is not None]
-        total = total.to(flat[0].device)
+        flat = [local(t).reshape(-1) for t in tensors if t is not None]
+        total, of_parts = total.to(flat[0].device), of_parts.to(flat[0].device)
+        cut = any(is_spread(t) for t in tensors)
+        spread, onto = spread or cut, of_parts if cut else total
         index = torch.tensor(there, device=total.device)
         for start in range(0, flat[0].numel(), _CHUNK):
             block = torch.stack([t[start : start + _CHUNK].double() for t in flat])
-            total[index[:, None], index] += block @ block.T
-    return total
+            onto[index[:, None], index] += block @ block.T
+    return total + distributed.all_reduce_sum(of_parts) if spread else total
 
 
 def weighted_sum(tensors: Sequence[Tensor | None], factors: Sequence[float]) -> Tensor | None:

@@ -26,6 +26,7 @@ from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine, decoder_of
 from alignment.policy import PolicyConfig, base_model, prepare
 from alignment.rewards.model import load_classifier
+from alignment.sharding import sharding_of
 
 if TYPE_CHECKING:
     from alignment.module import PolicyMixin
@@ -86,15 +87,17 @@ class Critic(nn.Module):
             head = zero_head(base_model(module.policy), outputs)
             if config.kind == "copy":
                 # The LM head stays behind: an untied one would be trained by nothing and saved with every checkpoint.
-                self.trunk = decoder_of(base_model(module.build_policy(module.policy_config)))
+                self.trunk = decoder_of(base_model(module.build_policy(module.policy_config, whole=True)))
+                if (sharding := sharding_of(module.policy)) is not None:
+                    sharding(self.trunk)
                 self._engine = module.build_engine(self.trunk)
         self.head = head.to(device, torch.float32).train()
 
     def forward(self, batch: GroupBatch, policy_states: Tensor | None = None) -> Tensor:
         """[C] fp32 value of the state before each completion token, or [C, J]; exactly 0 at unscored tokens.
 
-        Without a scored token nothing runs and the zeros have no graph. Gradients reach the trunk, also the policy's
-        own: detach `policy_states` to keep the value loss out of it.
+        Without a scored token nothing runs (but a sharded trunk) and the zeros have no graph. Gradients reach the
+        trunk, also the policy's own: detach `policy_states` to keep the value loss out of it.
 
         Args:
             policy_states: [C, H] states before each token (`engine(batch, hidden="before").hidden`), exactly for a
@@ -104,8 +107,8 @@ class Critic(nn.Module):
         scored, outputs = batch.scored.nonzero()[:, 0], self.head.out_features
         shape = (len(batch.scored),) if outputs == 1 else (len(batch.scored), outputs)
         values = torch.zeros(shape, device=batch.device)
-        if scored.numel() == 0:
-            return values
+        if scored.numel() == 0 and not (self._engine is not None and self._engine.sharded):
+            return values  # a sharded trunk runs, since other ranks wait for it
         states = self._engine(batch, logps=False, hidden="before").hidden if self._engine is not None else policy_states
         assert states is not None
         # Not in bf16 under autocast: it has 8 bits, and an advantage is the difference of two near values.

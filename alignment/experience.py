@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alignment import distributed
 from alignment.advantages import RewardTable
@@ -27,6 +27,7 @@ from alignment.policy_losses import explained_variance
 from alignment.prompting import SEAT, strata_of
 from alignment.rewards.matrix import RewardMatrix
 from alignment.rewards.protocol import Texts
+from alignment.sharding import in_step
 
 TRUNCATED = "truncated"
 ADVANTAGE = "advantage"
@@ -101,13 +102,21 @@ def without_signal(batch: GroupBatch, signal: str = ADVANTAGE) -> GroupBatch:
 
 
 def per_token(
-    batch: GroupBatch, compute: Callable[[GroupBatch], Mapping[str, Tensor]], max_tokens: int | None
+    batch: GroupBatch,
+    compute: Callable[[GroupBatch], Mapping[str, Tensor]],
+    max_tokens: int | None,
+    model: nn.Module | None = None,
 ) -> dict[str, Tensor]:
-    """Token tensors [C] of a whole batch, computed without gradient in micro-batches of at most `max_tokens`."""
+    """Token tensors [C] of a whole batch, computed without gradient in micro-batches of at most `max_tokens`.
+
+    `model` is what `compute` runs: a collective where it is sharded.
+    """
     out: dict[str, Tensor] = {}
     places = torch.arange(len(batch.completion_ids), device=batch.device)
     with torch.no_grad():
-        for micro in batch.with_tokens(**{_PLACE: places}).split(max_tokens, keep_groups=False):
+        batch = batch.with_tokens(**{_PLACE: places})
+        micros = batch.split(max_tokens, keep_groups=False)
+        for micro in micros if model is None else in_step(model, micros, batch):
             for name, values in compute(micro).items():
                 whole = out.setdefault(name, values.new_zeros(len(places)))
                 whole[micro.tokens[_PLACE]] = values

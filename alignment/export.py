@@ -32,6 +32,7 @@ from alignment.heads_file import HasHeads, SavedHeads, of_checkpoint, write_head
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
 from alignment.settings import as_config
 from alignment.sources import locate
+from alignment.spread import whole
 from alignment.training import STATE_KEY
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def export(
     """Write model, tokenizer (with chat template) and generation settings, and return the folder.
 
     Args:
-        source: a module whose policy is loaded, a checkpoint folder, or a run's folder, whose last checkpoint it is.
+        source: a module whose policy is loaded (called on every rank where it is sharded), a checkpoint folder, or a
+            run's folder, whose last checkpoint it is.
         out: the new folder. It appears complete or not at all.
         merge_lora: add the adapter to the weights; otherwise write the adapter alone.
         weights: of a policy with heads, name -> preference to decode with; a reward that is not named keeps the share
@@ -115,7 +117,8 @@ def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _from_live(module: Exportable) -> _Trained:
     config = module.policy_config
     heads = module.saved_heads() if isinstance(module, HasHeads) else None
-    return _Trained(config=config, tokenizer=module.tokenizer, weights=module.policy.state_dict(), heads=heads)
+    weights = {name: whole(value) for name, value in module.policy.state_dict().items()}
+    return _Trained(config=config, tokenizer=module.tokenizer, weights=weights, heads=heads)
 
 
 def _turned(heads: SavedHeads | None, weights: Mapping[str, float]) -> SavedHeads:

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from alignment.errors import UserError
 from alignment.lm_head import HeadSpec, LogitForm, cut_columns, stats_dtype, tile_logits, tiles
 from alignment.logprobs import logit_form
+from alignment.spread import gathered
 
 FullKL = Literal["full_reverse", "full_jeffreys", "full_js"]
 
@@ -47,7 +48,8 @@ class Head:
     ) -> Head:
         """That of a causal language model, wrapped by peft or not. Raises UserError where it is not a plain linear
         layer (an adapter on it, for example): its logits then are not hidden states times a weight. `what` needs the
-        head, and what to do `instead` are for that message."""
+        head, and what to do `instead` are for that message. A collective for a sharded model, whose head is then whole
+        on every rank for as long as this is kept."""
         inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
         head = None if inner is None else inner.get_output_embeddings()  # type: ignore[no-untyped-call]
         if inner is None or type(head) is not nn.Linear:
@@ -55,7 +57,9 @@ class Head:
                 f"{what} needs a plain linear LM head; {type(model).__name__} has another, or an adapter on it: "
                 f"{instead}"
             )
-        return cls(weight=head.weight, bias=head.bias, form=logit_form(inner.config.get_text_config(decoder=True)))
+        bias = None if head.bias is None else gathered(head.bias)
+        form = logit_form(inner.config.get_text_config(decoder=True))
+        return cls(weight=gathered(head.weight), bias=bias, form=form)
 
 
 def full_kl(

@@ -112,7 +112,7 @@ def roll_back(module: L.LightningModule) -> str | None:
     if "optimizer_states" not in checkpoint:
         log.warning("checkpoint %s holds weights only, so the run cannot go back to it", path)
         return None
-    module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+    trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
     trainer.strategy.load_optimizer_state_dict(checkpoint)
     for optimizer, lrs in zip(trainer.optimizers, rates, strict=True):
         for group, own in zip(optimizer.param_groups, lrs, strict=True):

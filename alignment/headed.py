@@ -43,6 +43,7 @@ from alignment.rollout import completion_keys
 from alignment.routes import Routed, route, together
 from alignment.schedulable import Moved
 from alignment.settings import as_config, plain
+from alignment.spread import clip_gradients
 from alignment.tally import Tally
 from alignment.update import Counts, total_norm
 
@@ -330,7 +331,7 @@ class HeadedMixin(OnlineMixin):
         if self.optim.clip_norm is not None:
             for part in (parts["trunk"] + parts["fusion"], *heads.values()):
                 if grads := _gradients(part):
-                    nn.utils.clip_grads_with_norm_(part, self.optim.clip_norm, total_norm(grads))
+                    clip_gradients(part, self.optim.clip_norm, total_norm(grads))
         return True
 
     def _too_far(self, k3: float) -> bool:

@@ -148,7 +148,7 @@ class IsolatedMixin(SteeredMixin):
         gram = torch.zeros(len(names), len(names), dtype=torch.float64, device=self.device)
         total = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         counts = Counts.of(part)
-        for micro in part.split(self.micro_batch_tokens, keep_groups=False):
+        for micro in self.micro_batches(part, keep_groups=False):
             with torch.no_grad():
                 states = self.trunk_states(micro)
             with held(self.policy):  # the LM head's gradient is not asked for

@@ -28,6 +28,7 @@ from alignment.logprobs import decoder_of, evaluating, is_low_precision
 from alignment.probe import Probe, obstacle
 from alignment.rollout import Rollout, RolloutStopped, SamplingConfig, assemble, completion_keys
 from alignment.sampling import draw
+from alignment.sharding import unsharded
 from alignment.shared_decoder import SharedDecoder
 
 log = logging.getLogger(__name__)
@@ -159,8 +160,8 @@ class LocalRollout:
 
     @contextmanager
     def _sampling(self) -> Iterator[None]:
-        """No gradients, eval mode, layers as they are."""
-        with torch.no_grad(), evaluating(self._model), uncompiled(self._model):
+        """No gradients, eval mode, layers as they are, parameters whole: ranks decode different numbers of steps."""
+        with torch.no_grad(), evaluating(self._model), uncompiled(self._model), unsharded(self._model):
             yield
 
     # ------------------------------------------------------------------ sampling

@@ -39,6 +39,7 @@ from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
 from alignment.lm_head import LogitForm, log_collision, score_tokens, whole_stats
 from alignment.prefix_attention import prefix_attention
 from alignment.probe import Probe, check_causal, difference, obstacle
+from alignment.sharding import inside, is_sharded, one_token
 from alignment.tied_rows import TiedRows
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class LogProbEngine:
 
         The model runs in whatever mode it is in (train or eval, adapters on or off, autocast). Without anything to
         compute (no completion token, or none scored and no states asked) the model does not run and the values are
-        zeros without a graph.
+        zeros without a graph; but a sharded one runs, and the values have its graph, since other ranks wait for it.
         """
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}")
@@ -151,12 +152,20 @@ class LogProbEngine:
     ) -> TokenStats:
         scored = batch.scored.nonzero()[:, 0]
         head = (logps or entropy) and scored.numel() > 0
-        if len(batch.completion_ids) == 0 or not (head or hidden):
+        idle = len(batch.completion_ids) == 0 or not (head or hidden)
+        run = self._shared if path == "shared" else self._plain
+        if self.sharded:
+            given = one_token(self._pad_id, batch.device) if idle else batch
+            places = scored if logps or entropy else None
+            lp, ent, states, col = inside(
+                self._inner, lambda: run(given, places, entropy, hidden, temperature, collision)
+            )
+            states = states[scored[:0]] if idle and states is not None else states
+        elif idle:
             size = (len(batch.completion_ids), self._config.hidden_size)
             states = torch.zeros(size, dtype=self._inner.dtype, device=batch.device) if hidden else None
             lp, ent, col = None, None, None
         else:
-            run = self._shared if path == "shared" else self._plain
             lp, ent, states, col = run(batch, scored if head else None, entropy, hidden, temperature, collision)
         return TokenStats(
             logps=_spread(lp, scored, batch) if logps else None,
@@ -164,6 +173,11 @@ class LogProbEngine:
             hidden=states,
             collision=_spread(col, scored, batch) if collision else None,
         )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each forward of the model is a collective (`alignment.sharding`)."""
+        return is_sharded(self._inner)
 
     def score(
         self, batch: GroupBatch, states: Tensor, *, entropy: bool = False, collision: bool = False
@@ -186,7 +200,8 @@ class LogProbEngine:
                 f"({self.reason}): use those at the parameters"
             )
         scored = batch.scored.nonzero()[:, 0]
-        lp, ent, col = self._scores(states[scored], batch.completion_ids[scored], entropy, 1.0, collision)
+        asked = states[scored], batch.completion_ids[scored], entropy, 1.0, collision
+        lp, ent, col = inside(self._inner, lambda: self._scores(*asked))
         return TokenStats(
             logps=_spread(lp, scored, batch),
             entropy=_spread(ent, scored, batch) if entropy else None,
@@ -209,8 +224,9 @@ class LogProbEngine:
         layout = pack(batch, self._pad_id)
         split = self._split(layout)
         attention = prefix_attention(self._attending, layout.sections) if split else nullcontext()
-        compiled = self._trunk._compiled_call_impl is not None  # compilers know no gradient in rows
-        with attention, nullcontext() if compiled else self._tied_rows.apart():
+        # compilers know no gradient in rows, and sharding keeps gradients in its own way
+        dense = self._trunk._compiled_call_impl is not None or self.sharded
+        with attention, nullcontext() if dense else self._tied_rows.apart():
             output = self._trunk(
                 input_ids=layout.input_ids,
                 attention_mask=None if split else self._masks(layout),

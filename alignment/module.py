@@ -28,6 +28,7 @@ from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig, base_model, check_vocabulary, load_policy, load_tokenizer
 from alignment.protocols import FiniteGroups, SizedBatches
 from alignment.settings import as_config
+from alignment.sharding import unsharded
 from alignment.training import TrainingMixin
 from alignment.transforms import Stage, Transform, Transforms
 
@@ -77,7 +78,7 @@ class PolicyMixin(TrainingMixin):
         if self._built:
             return
         self._built = True
-        if self._trainer is not None:
+        if self._trainer is not None and "fully_shard" not in self.transforms.stages:  # it counts one process alone
             self._report_memory(self._trainer)
         self.policy = self.build_policy(self.policy_config)
         self.engine = self.build_engine(self.policy)
@@ -111,13 +112,14 @@ class PolicyMixin(TrainingMixin):
         where = "this machine" if device.type == "cpu" else str(device)
         rank_zero_info(report(self.memory_plan(trainer), free, where))
 
-    def build_policy(self, config: PolicyConfig) -> nn.Module:
-        """A policy on the device it will train on, so that what is checked now is what runs later."""
+    def build_policy(self, config: PolicyConfig, *, whole: bool = False) -> nn.Module:
+        """A policy on the device it will train on, so that what is checked now is what runs later; `whole` leaves out
+        sharding."""
         training = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         check_attention(config.attention, self.target_device, training=training)
         if config.compile:
             check_compiler(self.target_device, "policy.compile")
-        policy = load_policy(config, self.transforms)
+        policy = load_policy(config, self.transforms.copy("fully_shard") if whole else self.transforms)
         check_vocabulary(policy, self.tokenizer)
         return policy.to(self.target_device)
 
@@ -172,6 +174,10 @@ class PolicyMixin(TrainingMixin):
     @torch.no_grad()
     def complete(self, batch: GroupBatch, max_new_tokens: int) -> list[list[int]]:
         """P greedy completions, one per prompt, as token ids up to and including what ends a reply."""
+        with unsharded(self.policy), uncompiled(self.policy):
+            return self._complete(batch, max_new_tokens)
+
+    def _complete(self, batch: GroupBatch, max_new_tokens: int) -> list[list[int]]:
         prompts = [p.tolist() for p in torch.split(batch.prompt_ids, batch.prompt_lengths.tolist())]
         if not prompts:
             return []
@@ -182,15 +188,14 @@ class PolicyMixin(TrainingMixin):
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=batch.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=batch.device)
-        with uncompiled(self.policy):
-            output = self.policy.generate(  # type: ignore[operator]
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                pad_token_id=pad,
-                eos_token_id=ends,
-            )
+        output = self.policy.generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            eos_token_id=ends,
+        )
         return [_until(row, ends) for row in output[:, width:].tolist()]
 
     def texts(self, batch: GroupBatch) -> list[dict[str, Any]]:

@@ -371,7 +371,7 @@ class OnlineMixin(PenalisedMixin):
     def _measured(self, batch: GroupBatch, metrics: Metrics) -> GroupBatch:
         """With what `measure` gives for each token."""
         if self.kl.needs_reference or self.measures_policy:
-            batch = batch.with_tokens(**per_token(batch, self.measure, self.micro_batch_tokens))
+            batch = batch.with_tokens(**per_token(batch, self.measure, self.micro_batch_tokens, self))
         if self.updates_per_batch > 1 and not self.measures_policy:
             batch = batch.with_tokens(**{OLD_LOGPS: batch.tokens[SAMPLER_LOGPS]})
         if self.rollout_config.vllm is not None and OLD_LOGPS in batch.tokens:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from alignment.errors import UserError
+from alignment.spread import is_spread
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +82,21 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Trainable parameters in two groups, matrices with decay and vectors without, in the order given; an empty group
     is left out. `parts` are beginnings of names: each part has groups of its own, behind those of the rest, and their
-    names begin with it. Raises UserError when nothing is trainable."""
+    names begin with it. What stays whole beside sharded parameters has groups of its own too: torch's optimizers take
+    no mixture. Raises UserError when nothing is trainable."""
     kinds = {MATRICES: weight_decay, "vectors": 0.0}
-    groups: dict[tuple[str, str], list[nn.Parameter]] = {(part, kind): [] for part in ("", *parts) for kind in kinds}
-    for name, p in named:
-        if p.requires_grad:
-            part = next((part for part in parts if name.startswith(part)), "")
-            groups[part, MATRICES if p.ndim >= 2 and not name.endswith("bias") else "vectors"].append(p)
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    beside = any(is_spread(p) for _, p in trained)
+    groups: dict[tuple[str, str, str], list[nn.Parameter]] = {
+        (part, place, kind): [] for part in ("", *parts) for place in ("", "whole ") for kind in kinds
+    }
+    for name, p in trained:
+        part = next((part for part in parts if name.startswith(part)), "")
+        kind = MATRICES if p.ndim >= 2 and not name.endswith("bias") else "vectors"
+        groups[part, "whole " if beside and not is_spread(p) else "", kind].append(p)
     found = [
-        {"name": part + kind, "part": part, "params": members, "weight_decay": kinds[kind]}
-        for (part, kind), members in groups.items()
+        {"name": part + place + kind, "part": part, "params": members, "weight_decay": kinds[kind]}
+        for (part, place, kind), members in groups.items()
         if members
     ]
     if not found:
@@ -111,6 +117,11 @@ def build_optimizer(
         raise UserError(
             f"weights in float16 cannot be trained (for example {half[0]}): their range ends at 6e-8, where Adam's eps "
             "and many gradients are 0; use policy.dtype bfloat16 or float32, or policy.lora"
+        )
+    if config.optimizer not in ("adamw", "sgd") and any(is_spread(p) for _, p in named):
+        raise UserError(
+            f"optim.optimizer {config.optimizer} cannot hold the state of sharded parameters; with callbacks.FSDP2 use "
+            "adamw or sgd"
         )
     groups = parameter_groups(named, config.weight_decay, factors)
     for group in groups:

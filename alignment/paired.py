@@ -26,6 +26,7 @@ from alignment.module import PolicyMixin
 from alignment.pair_losses import PairLogRatios
 from alignment.pair_objective import PairObjective
 from alignment.pairs import pair_gaps
+from alignment.sharding import is_sharded
 from alignment.update import Counts, group_weights
 
 Weighting = Literal["wpo"]
@@ -182,20 +183,22 @@ class PairedMixin(PolicyMixin):
     @torch.no_grad()
     def _scan(self, batch: GroupBatch) -> dict[str, Tensor]:
         """Name -> [P] of this rank's pairs, in the order of the batch; empty for an empty one."""
-        if batch.num_prompts == 0:
+        if batch.num_prompts == 0 and (self.pair_loss.masks_suffice or not is_sharded(self)):
             return {}
         if self.pair_loss.masks_suffice:
             tokens = torch.zeros(len(batch.completion_ids), device=batch.device)
             return {**pairs_of(batch, tokens).tensors(), **self._beside(batch)}
         batch = batch.with_rows(**{_PLACE: torch.arange(batch.num_completions, device=batch.device)})
         parts: dict[str, list[Tensor]] = {}
-        for micro in batch.split(self.micro_batch_tokens):
+        for micro in self.micro_batches(batch):
             logps = self.read(micro).logps
             assert logps is not None
             found = {**self.log_ratios(micro, logps).tensors(), **self._beside(micro)}
             found[_PLACE] = micro.pair(micro.rows[_PLACE])[0]
             for name, value in found.items():
                 parts.setdefault(name, []).append(value)
+        if batch.num_prompts == 0:
+            return {}  # and has taken part
         joined = {name: torch.cat(values) for name, values in parts.items()}
         order = joined.pop(_PLACE).argsort()
         return {name: value[order] for name, value in joined.items()}

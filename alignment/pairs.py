@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from alignment.batches import GroupBatch
 from alignment.logprobs import LogProbEngine, evaluating
 from alignment.pair_losses import PairLogRatios
+from alignment.sharding import in_step
 
 PLACE = "place"
 
@@ -31,7 +32,8 @@ def pair_gaps(
     """
     gaps = torch.zeros(batch.num_prompts, device=batch.device)
     with evaluating(policy):
-        for micro in batch.with_rows(**{PLACE: batch.group_of}).split(max_tokens):
+        batch = batch.with_rows(**{PLACE: batch.group_of})
+        for micro in in_step(policy, batch.split(max_tokens), batch):
             logps = engine(micro).logps
             assert logps is not None
             gaps[micro.pair(micro.rows[PLACE])[0]] = log_ratios(micro, logps).delta.float()

@@ -32,6 +32,7 @@ from alignment.compiled import compile_layers
 from alignment.errors import UserError
 from alignment.quantize import Quantization, bitsandbytes_config, keep_4bit_as_read
 from alignment.sources import Source, adapter_config, loading, locate, locate_adapter
+from alignment.spread import whole
 from alignment.tiny import tiny_config, tiny_model, tiny_tokenizer
 from alignment.transforms import Transforms, disable_dropout
 
@@ -228,6 +229,10 @@ def prepare(model: PreTrainedModel, config: PolicyConfig, transforms: Transforms
     if config.gradient_checkpointing:
         steps.register("activation_checkpointing", _checkpoint_activations)
     if config.compile:
+        if "fully_shard" in steps.stages:
+            raise UserError(
+                "policy.compile does not go with callbacks.FSDP2, whose layers gather their parameters: set it to false"
+            )
         steps.register("compile", compile_layers)
     if not config.dropout:
         disable_dropout(model)
@@ -322,6 +327,8 @@ def _build_from_scratch(config: PolicyConfig) -> PreTrainedModel:
 def _quantised_copy(model: PreTrainedModel, config: PolicyConfig) -> PreTrainedModel:
     """The same model in 4 or 8 bits. transformers quantises only while reading, so the weights go through a folder."""
     with tempfile.TemporaryDirectory() as folder:
+        # Each rank has its own; transformers would have the first one write alone.
+        model.should_save_on_this_rank = lambda is_main_process: True  # type: ignore[method-assign]
         model.save_pretrained(folder)
         return _read(Source(location=folder), config, quantization=config.quantization)
 
@@ -387,7 +394,8 @@ def _seeded(seed: int) -> Iterator[None]:
 def model_digest(model: nn.Module, config: PolicyConfig) -> str:
     """Hash of everything a policy's log-probs depend on: architecture, quantisation and all weights.
 
-    Equal content gives an equal digest wherever it was loaded from. Reads every weight: about a second a gigabyte.
+    Equal content gives an equal digest wherever it was loaded from. Reads every weight: about a second a gigabyte. A
+    collective for a sharded model.
     """
     settings = base_model(model).config.to_diff_dict()
     kept = {k: v for k, v in settings.items() if k not in ("_name_or_path", "transformers_version")}
@@ -396,5 +404,5 @@ def model_digest(model: nn.Module, config: PolicyConfig) -> str:
     for name, value in sorted(model.state_dict().items()):
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+            digest.update(whole(value).detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -3,14 +3,23 @@ engine never imports either. All are checked with `isinstance`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
+from torch import nn
 
 from alignment.batches import Group, GroupBatch
 from alignment.schedulable import Schedulables
+
+
+@runtime_checkable
+class Transformable(Protocol):
+    """A module that builds a model which callbacks may change: `alignment.module.PolicyMixin`."""
+
+    def register_transform(self, stage: Any, transform: Callable[[nn.Module], nn.Module]) -> None:
+        """Add a step (`alignment.transforms`); call it in a callback's `setup`."""
 
 
 @runtime_checkable

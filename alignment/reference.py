@@ -40,6 +40,8 @@ from alignment.reference_cache import (
     row_keys,
     write_table,
 )
+from alignment.sharding import in_step, sharding_of
+from alignment.spread import whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -167,7 +169,7 @@ class FrozenAdapter(Reference):
         with torch.random.fork_rng(devices=[]), _as_found(self._peft):
             self._peft.add_adapter(self.name, replace(self._peft.peft_config[self._active], inference_mode=True))
             for source, twin in self.trained().values():
-                twin.data = source.detach().clone()
+                twin.data = whole(source).detach().clone()
                 twin.requires_grad_(False)
         self._engine = engine_factory(policy)
 
@@ -298,11 +300,13 @@ class Cached(Reference):
         engine = self._engine_factory(policy)
         rows: dict[int, Tensor] = {}
         with _as_found(policy):
-            for batch in parts[rank() :: world_size()]:
-                for micro in batch.to(_reference_parameter(policy).device).split(micro_batch_tokens):
-                    values = _stats(engine, micro) if self._entropy else (_logps(engine, micro),)
-                    parts_of_rows = torch.split(torch.stack(values).cpu(), micro.completion_lengths.tolist(), dim=1)
-                    rows.update(zip(row_keys(micro), parts_of_rows, strict=True))
+            device = _reference_parameter(policy).device
+            mine = parts[rank() :: world_size()]
+            own = (micro for batch in mine for micro in batch.to(device).split(micro_batch_tokens))
+            for micro in in_step(policy, own, GroupBatch.from_groups([]).to(device)):
+                values = _stats(engine, micro) if self._entropy else (_logps(engine, micro),)
+                parts_of_rows = torch.split(torch.stack(values).cpu(), micro.completion_lengths.tolist(), dim=1)
+                rows.update(zip(row_keys(micro), parts_of_rows, strict=True))
         gathered: dict[int, Tensor] = {}
         for part in all_gather_objects({k: v.numpy() for k, v in rows.items()}):
             assert isinstance(part, dict)
@@ -354,8 +358,10 @@ def _states(engine: LogProbEngine, batch: GroupBatch) -> Tensor:
 
 
 def _starting_policy(config: PolicyConfig, *, like: nn.Module) -> nn.Module:
-    """The policy before training, frozen, in evaluation mode, where and in the dtype `like` is."""
+    """The policy before training, frozen, in evaluation mode, where, in the dtype and sharded as `like` is."""
     model = load_policy(replace(config, gradient_checkpointing=False)).eval().requires_grad_(False)
+    if (sharding := sharding_of(like)) is not None:
+        sharding(model)
     _follow(model, like)
     return model
 

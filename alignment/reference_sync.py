@@ -35,6 +35,7 @@ from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
 from alignment.reference import Reference, ReferenceKind
 from alignment.settings import as_config
+from alignment.spread import is_spread, whole
 
 PREFIX = "reference."
 FIXED = ("cached", "adapter_off")
@@ -82,7 +83,8 @@ class Follower:
         alpha = self._config.alpha
         if times > 1:
             alpha = 1 - (1 - alpha) ** times
-        for name, (policy, own) in self._reference.trained().items():
+        for name, (source, own) in self._reference.trained().items():
+            policy = source if is_spread(own) else whole(source)  # an adapter's frozen twin is whole on every rank
             if alpha == 1 or not _is_low(own):
                 own.lerp_(policy.to(own), alpha)
                 self._averages.pop(name, None)

@@ -37,6 +37,8 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""The format's name of a dtype -> the dtype."""
 
 
 def header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:

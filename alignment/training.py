@@ -7,12 +7,12 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from alignment import distributed, randomness
 from alignment import update as engine
 from alignment.batches import GroupBatch
+from alignment.devices import report_mixture
 from alignment.errors import UserError
 from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
@@ -28,6 +29,9 @@ from alignment.protocols import HasPurpose, SizedBatches
 from alignment.resume import rewind, settle, stand_at
 from alignment.schedulable import LR, Moved, Schedulable, Schedulables
 from alignment.settings import as_config, holds_callable, plain
+from alignment.sharded_strategy import ShardedStrategy
+from alignment.sharding import in_step
+from alignment.spread import clip_gradients
 from alignment.stopping import droppable
 
 log = logging.getLogger(__name__)
@@ -115,6 +119,11 @@ class TrainingMixin(L.LightningModule):
         Called for training and evaluation alike, by every rank; `self.training` tells which it is."""
         return batch
 
+    def micro_batches(self, batch: GroupBatch, *, keep_groups: bool = True) -> Iterator[GroupBatch]:
+        """The batch in parts of at most `micro_batch_tokens` tokens. A collective where the model is sharded, and ranks
+        with fewer parts then get empty ones behind theirs."""
+        return in_step(self, batch.split(self.micro_batch_tokens, keep_groups=keep_groups), batch)
+
     def evaluation_metrics(self, batch: GroupBatch) -> Metrics:
         """Metrics of one validation or test micro-batch; by default those of `loss`."""
         return self.loss(batch, engine.UNIT)[1]
@@ -137,7 +146,7 @@ class TrainingMixin(L.LightningModule):
         """The last change to an update's gradients, which are whole and finite: clipping to `optim.clip_norm`, by
         `norm` [], that of all of them together. False leaves the step out; ranks must agree."""
         if self.optim.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.optim.clip_norm, norm)
+            clip_gradients(parameters, self.optim.clip_norm, norm)
         return True
 
     # ------------------------------------------------------------------ training
@@ -146,13 +155,21 @@ class TrainingMixin(L.LightningModule):
         """Refuse Trainer settings under which training would be wrong, and data for another purpose. A subclass that
         overrides this calls super."""
         strategy, precision = self.trainer.strategy, str(self.trainer.precision)
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
-            raise UserError(f"trainer.strategy {type(strategy).__name__} is not supported; use auto or ddp")
+        if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, ShardedStrategy):
+            raise UserError(
+                "trainer.strategy is ModelParallelStrategy and nothing shards the model: add callbacks.FSDP2"
+            )
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy):
+            raise UserError(
+                f"trainer.strategy {type(strategy).__name__} is not supported; use auto, ddp, or ModelParallelStrategy "
+                "with callbacks.FSDP2 (docs/scale.md)"
+            )
         if precision not in PRECISIONS:
             raise UserError(
                 f"trainer.precision {precision} is not supported; use {' or '.join(PRECISIONS)}, and policy.dtype for "
                 "the number format of the weights"
             )
+        report_mixture(strategy.root_device)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.reads is not None and isinstance(data, HasPurpose) and data.purpose != self.reads:
             (needed, wanted), (given, _) = DATA[self.reads], DATA[data.purpose]
@@ -260,7 +277,7 @@ class TrainingMixin(L.LightningModule):
         self._log_evaluation("test")
 
     def _evaluate(self, batch: GroupBatch) -> None:
-        for micro in self.whole_batch(batch).split(self.micro_batch_tokens):
+        for micro in self.micro_batches(self.whole_batch(batch)):
             self._eval_window.update(self.evaluation_metrics(micro))
 
     def _log_evaluation(self, stage: str) -> None:

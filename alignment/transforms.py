@@ -58,10 +58,10 @@ class Transforms:
                 raise UserError(f"{pair[0]} and {pair[1]} do not go together: {reason}")
         self._steps[stage] = transform
 
-    def copy(self) -> Transforms:
-        """An independent registry with the same steps."""
+    def copy(self, *without: Stage) -> Transforms:
+        """An independent registry with the same steps, but for those of some stages."""
         other = Transforms()
-        other._steps = dict(self._steps)
+        other._steps = {stage: step for stage, step in self._steps.items() if stage not in without}
         return other
 
     def apply(self, model: nn.Module) -> nn.Module:

@@ -27,6 +27,8 @@ from alignment.folders import run_folder
 from alignment.guard import WINDOW, TrainingDivergedError, dump_batch, roll_back
 from alignment.metrics import Metrics, add_metrics
 from alignment.protocols import GradientListener
+from alignment.sharding import is_sharded
+from alignment.spread import is_spread, local
 from alignment.tied_rows import gathering_gradients
 
 if TYPE_CHECKING:
@@ -85,9 +87,11 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """SUM gradients over ranks, in flat buckets of at most 64 MiB.
 
     A gradient missing on this rank counts as zeros; one missing on every rank stays None, so that an optimizer treats
-    it as one process would. Every rank must hold the same parameters in the same order.
+    it as one process would. Every rank must hold the same parameters in the same order. Those of sharded parameters
+    have been summed when they were cut, in the backward pass.
     """
-    if distributed.world_size() == 1:
+    parameters = [p for p in parameters if not is_spread(p)]
+    if distributed.world_size() == 1 or not parameters:
         return
     device = parameters[0].device
     present = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
@@ -109,10 +113,16 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
     """L2 norm of all gradients together [], in fp32 or better: torch's own gives it in the gradients' dtype, and bf16
-    has three digits."""
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-    return total
+    has three digits. A collective where gradients are spread over ranks."""
+    norms = [torch.linalg.vector_norm(local(g), dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
+    stacked = torch.stack([n.to(norms[0].device) for n in norms])
+    spread = torch.tensor([is_spread(g) for g in grads], device=stacked.device)
+    if not bool(spread.any()):
+        total: Tensor = torch.linalg.vector_norm(stacked)
+        return total
+    squares = stacked.double().square()
+    parts = distributed.all_reduce_sum(squares[spread].sum())
+    return (parts + squares[~spread].sum()).sqrt().to(stacked.dtype)
 
 
 def _reduce_bucket(bucket: Sequence[nn.Parameter]) -> None:
@@ -131,10 +141,12 @@ def accumulate(
     loss = torch.zeros((), dtype=torch.float64, device=module.device)
     metrics: Metrics = {}
     with without_ddp_reduction(module), gathering_gradients():
-        for micro in batch.split(module.micro_batch_tokens, keep_groups=keep_groups):
+        for micro in module.micro_batches(batch, keep_groups=keep_groups):
             part, part_metrics = loss_fn(micro, counts)
             if has_gradient(part, micro):
                 module.manual_backward(part)
+            elif is_sharded(module):
+                raise ValueError("the loss of an empty micro-batch has no gradient, and other ranks wait for it")
             loss += part.detach().double()
             add_metrics(metrics, part_metrics)
     return loss, metrics

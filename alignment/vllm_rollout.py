@@ -39,6 +39,7 @@ from alignment.adapters import is_adapted
 from alignment.batches import Group
 from alignment.errors import UserError
 from alignment.rollout import Rollout, RolloutStopped, SamplingConfig, assemble, completion_keys
+from alignment.sharding import unsharded
 
 # A request for completions that meets a closed connection or a server error is sent again, after 1 and 2 seconds.
 _ATTEMPTS = 3
@@ -170,11 +171,12 @@ class VLLMRollout:
         a mixture of old and new weights.
         """
         error: Exception | None = None
-        if distributed.rank() == 0:
-            try:
-                self._model = self._channel.push(model, version, self._model)
-            except (UserError, RuntimeError, OSError) as caught:
-                error = caught
+        with unsharded(model):
+            if distributed.rank() == 0:
+                try:
+                    self._model = self._channel.push(model, version, self._model)
+                except (UserError, RuntimeError, OSError) as caught:
+                    error = caught
         failed = distributed.any_rank(error is not None, self._device)
         if error is not None:
             raise error

@@ -3,6 +3,7 @@
 from callbacks.checkpoint import Checkpoint
 from callbacks.dynamic_beta import BatchBeta, PlateauBeta, TargetKL
 from callbacks.focus_reward import FocusReward
+from callbacks.fsdp import FSDP2
 from callbacks.fusion_stability import FusionStability
 from callbacks.gradient_norm_ratio import GradientNormRatio
 from callbacks.online_head_update import OnlineHeadUpdate
@@ -17,6 +18,7 @@ from callbacks.stages import Stages
 from callbacks.stalled_head import StalledHead
 
 __all__ = [
+    "FSDP2",
     "BatchBeta",
     "Checkpoint",
     "FocusReward",

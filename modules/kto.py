@@ -110,7 +110,7 @@ class KTO(ReferencedMixin, L.LightningModule):
         """With the baseline of the batch as the row value `kl`."""
         total = torch.zeros(2, dtype=torch.float64, device=batch.device)
         if self.compares:
-            for micro in mismatched(batch).split(self.micro_batch_tokens, keep_groups=False):
+            for micro in self.micro_batches(mismatched(batch), keep_groups=False):
                 used = (micro.scored_lengths() > 0).double()
                 total += torch.stack([(self.log_ratios(micro)[0].double() * used).sum(), used.sum()])
         summed, count = distributed.all_reduce_sum(total)

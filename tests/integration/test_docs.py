@@ -23,6 +23,7 @@ from alignment.tiny import save_tiny
 from tests.vllm_stub import serving
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "configs" / "trainer"
 SMALL = ["--data.max_rows=8", "--data.max_eval_rows=4", "--data.batch_size=4", "--trainer.max_steps=1"]
 SMALL += ["--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0", "--trainer.enable_model_summary=false"]
 SHORT = ["--model.completions=2", "--model.sampling.max_tokens=4"]
@@ -217,3 +218,21 @@ def test_rewards_of_ones_own(folder: Path) -> None:
     logged = json.loads(file.read_text().splitlines()[0])
     assert {f"rewards/{name}/mean" for name in ("overlap", "polite", "short")} <= set(logged)
     assert all(logged[f"rewards/{name}/faults"] == 0 for name in ("overlap", "polite", "short"))
+
+
+def test_sharding_as_the_page_shows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its block is what the file for 8 devices says, and every file it names is there and parses."""
+    (block,) = blocks("scale.md", "yaml")
+    shown, shipped = (yaml.safe_load(text)["trainer"] for text in (block, (CONFIGS / "fsdp8.yaml").read_text()))
+    assert shown == {name: shipped[name] for name in shown}
+    (line,) = commands("scale.md")
+    lines = [
+        line,
+        *(part for text in blocks("scale.md", "sh") for part in re.findall(r"alignment fit -c \S+ -c \S+", text)),
+    ]
+    assert len(lines) == 3
+    for line in lines:
+        capsys.readouterr()
+        words = shlex.split(line, comments=True)[1:]
+        assert main([*words, "--print_config"]) == 0
+        assert "callbacks.FSDP2" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import LlamaForSequenceClassification
 
@@ -107,6 +108,33 @@ def test_the_gpu_trainer_parses(workdir: Path, capsys: pytest.CaptureFixture[str
     trainer = str(CONFIGS / "trainer" / "gpu.yaml")
     assert main(["fit", "-c", str(CONFIGS / "dpo.yaml"), "--trainer", trainer, "--print_config"]) == 0
     assert "precision: bf16-mixed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("fragment", "ranks"), [("fsdp8", 8), ("fsdp_nodes", 32)])
+def test_the_sharding_trainers_parse(
+    fragment: str, ranks: int, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On top of a run's own callbacks, with a process for each device."""
+    overlay = str(CONFIGS / "trainer" / f"{fragment}.yaml")
+    config = resolved(capsys, "-c", str(CONFIGS / "dpo.yaml"), "-c", overlay)
+    trainer = config["trainer"]
+    assert trainer["devices"] * trainer["num_nodes"] == ranks
+    assert trainer["strategy"]["init_args"]["data_parallel_size"] == ranks
+    names = [callback["class_path"] for callback in trainer["callbacks"]]
+    assert names[-1] == "callbacks.FSDP2"
+    assert "callbacks.Checkpoint" in names
+    assert config["model"]["init_args"]["policy"]["gradient_checkpointing"]
+
+
+def test_the_sharding_trainer_of_two_processes_runs(workdir: Path) -> None:
+    """Here with one, which is all of them; tests/distributed/test_fsdp.py has two."""
+    words = ["fit", "-c", str(CONFIGS / "debug" / "sft_smoke.yaml"), "-c", str(CONFIGS / "trainer" / "fsdp2.yaml")]
+    words += ["--trainer.devices=1", "--trainer.strategy.init_args.data_parallel_size=1", "--trainer.max_steps=1"]
+    try:
+        assert main([*words, *QUIET]) == 0
+    finally:
+        torch.distributed.destroy_process_group()
+    assert list(workdir.glob("runs/*/*/checkpoints/*/shard-00000-of-00001.safetensors"))
 
 
 PRESETS = sorted(p.stem for p in (CONFIGS / "presets").glob("*.yaml"))
