@@ -27,6 +27,7 @@ from alignment.chat import end_ids
 from alignment.checkpoint import checkpoint_of
 from alignment.checkpoint_folder import load_checkpoint_folder
 from alignment.errors import UserError
+from alignment.fp8 import Fp8Archive
 from alignment.heads import preference
 from alignment.heads_file import HasHeads, SavedHeads, of_checkpoint, write_heads
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
@@ -67,6 +68,7 @@ def export(
     *,
     merge_lora: bool = True,
     weights: Mapping[str, float] | None = None,
+    archived: str | None = None,
     force: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
@@ -79,6 +81,7 @@ def export(
         merge_lora: add the adapter to the weights; otherwise write the adapter alone.
         weights: of a policy with heads, name -> preference to decode with; a reward that is not named keeps the share
             it has there.
+        archived: of a checkpoint, the past policy of that name that `callbacks.Fp8PolicyArchive` has kept in it.
         force: replace an earlier export.
         trust_remote_code: run Python code shipped with the base model; a checkpoint cannot ask for it.
 
@@ -89,9 +92,12 @@ def export(
     """
     out = Path(out)
     check_target(out, force)
-    trained = (
-        _from_checkpoint(Path(source), trust_remote_code) if isinstance(source, str | Path) else _from_live(source)
-    )
+    if isinstance(source, str | Path):
+        trained = _from_checkpoint(Path(source), trust_remote_code, archived)
+    elif archived is not None:
+        raise UserError("archived policies of a live module are not exported by name; restore one, then export")
+    else:
+        trained = _from_live(source)
     heads = trained.heads if weights is None else _turned(trained.heads, weights)
     if trained.config.lora is not None and not merge_lora:
         model: PreTrainedModel | PeftModel = _adapter(trained)
@@ -129,7 +135,7 @@ def _turned(heads: SavedHeads | None, weights: Mapping[str, float]) -> SavedHead
     return replace(heads, spec=replace(heads.spec, weights=shares))
 
 
-def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
+def _from_checkpoint(path: Path, trust_remote_code: bool, archived: str | None) -> _Trained:
     path = checkpoint_of(path)
     checkpoint = load_checkpoint_folder(path)
     saved = checkpoint.get("hyper_parameters", {}).get("policy")
@@ -137,6 +143,8 @@ def _from_checkpoint(path: Path, trust_remote_code: bool) -> _Trained:
         raise UserError(f"checkpoint {path} holds no policy: its module has no hyper-parameter 'policy'")
     config = replace(as_config(PolicyConfig, saved), trust_remote_code=trust_remote_code)
     state: dict[str, Tensor] = checkpoint["state_dict"]
+    if archived is not None:
+        state = Fp8Archive.of_state(checkpoint).over(state, archived)
     weights = {n.removeprefix("policy."): v for n, v in state.items() if n.startswith("policy.")}
     heads = of_checkpoint(state, checkpoint.get(STATE_KEY, {}))
     kept = ("policy.",) if heads is None else ("policy.", "heads.")

@@ -24,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--merge_lora", choices=("true", "false"), default="true", help="false: the adapter alone")
     parser.add_argument("--weights", help="of a policy with heads: the preference to decode with, such as '{kind: 2}'")
+    parser.add_argument("--archived", help="the past policy of that name that callbacks.Fp8PolicyArchive has kept")
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code shipped with the base model")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds `runs` (default: here)")
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     if is_reward_model(checkpoint):
         if weights is not None:
             raise UserError("--weights is for a policy with heads (modules.DecoupledPO), and this is a reward model")
+        if given.archived is not None:
+            raise UserError("--archived is for a policy, and this is a reward model")
         if not merge:
             raise UserError("a reward model is exported merged: its head belongs to the whole trunk")
         out = export_reward(checkpoint, given.out, force=given.force, trust_remote_code=given.trust_remote_code)
@@ -47,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         given.out,
         merge_lora=merge,
         weights=weights,
+        archived=given.archived,
         force=given.force,
         trust_remote_code=given.trust_remote_code,
     )

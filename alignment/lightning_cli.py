@@ -302,9 +302,16 @@ def _quiet(argv: list[str]) -> None:
     warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")  # no validation: as asked
     if "fit" not in argv:  # nothing but training goes on from what callbacks were
         warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
+    # transformers imports torchao where it is installed, and both say what of it this machine and torch do not use.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").addFilter(_no_enum)
     notes = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if _no_advertisement not in notes.filters:
         notes.addFilter(_no_advertisement)
+
+
+def _no_enum(record: logging.LogRecord) -> bool:
+    return "is an Enum subclass and is now natively supported" not in record.getMessage()
 
 
 def _no_advertisement(record: logging.LogRecord) -> bool:

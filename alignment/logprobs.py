@@ -34,6 +34,7 @@ from alignment.batches import GroupBatch
 from alignment.block_mask import block_mask
 from alignment.compiled import uncompiled
 from alignment.errors import UserError
+from alignment.float8 import has_float8
 from alignment.grouped_attention import configs_of
 from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
 from alignment.lm_head import LogitForm, log_collision, score_tokens, whole_stats
@@ -380,7 +381,7 @@ def is_low_precision(model: PreTrainedModel) -> bool:
     if model.dtype == torch.float64:
         return False
     rounded = model.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    return rounded or getattr(model, "quantization_method", None) is not None
+    return rounded or getattr(model, "quantization_method", None) is not None or has_float8(model)
 
 
 def logit_form(config: PreTrainedConfig) -> LogitForm:

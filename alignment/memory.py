@@ -8,8 +8,10 @@ The parameters are counted on the meta device: nothing is downloaded but a confi
 weights      b a parameter; 4-bit linear layers 0.516 bytes (nf4 and its scales), 8-bit ones 1 byte and 4 a row
 gradients    b a trainable parameter, K + 1 times where gradients of K rewards are combined
 optimizer    AdamW two values a trainable parameter; 8-bit kinds one byte for each, with a scale every 256 values
-reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here. One
-             that follows the policy by a share below 1: 4 more bytes for each trained value below fp32
+reference    a copy: the weights again; a frozen adapter: the adapter again; adapter_off and cached: nothing here; fp8:
+             a byte a weight and 4 a tensor, vectors as they are, and the weights of the largest layer and of what is
+             in none, which are de-quantised at a time. One that follows the policy by a share below 1: 4 more bytes for
+             each trained value below fp32
 critic       an fp32 head and 4 T H of states for it; with a trunk of its own (the policy's or the reward model's, both
              without LM head) its weights, gradients, optimizer, and activations, which are kept beside the policy's
 activations  T b (6 H + 4 A + 4 I) a layer: what a pre-norm gated-MLP block keeps for its backward pass (8 H below
@@ -43,8 +45,9 @@ from alignment.logprobs import decoder_of
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig, add_lora, base_model, load_architecture
 from alignment.sources import adapter_config, loading, locate, locate_adapter
+from alignment.swapping import decoder_layers
 
-ResolvedReference = Literal["none", "cached", "adapter_off", "frozen_adapter", "copy"]
+ResolvedReference = Literal["none", "cached", "adapter_off", "frozen_adapter", "copy", "fp8"]
 
 EIGHT_BIT_MINIMUM = 4096
 """Smaller tensors keep their bitsandbytes optimizer state in 32 bits."""
@@ -100,11 +103,13 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """What the shapes of a policy say: bytes of a value of its own weights, and every trained tensor."""
+    """What the shapes of a policy say: bytes of a value of its own weights, of its FP8 codes in use, and every trained
+    tensor."""
 
     parameters: int
     weights: int
     value_bytes: int
+    archived: int
     trained: tuple[nn.Parameter, ...]
 
 
@@ -130,7 +135,7 @@ class Estimator:
             optimizer=sum(_state_bytes(p, plan.optim) for p in trained if plan.optim is not None),
             activations=_activation_bytes(plan, self._architecture, counts.value_bytes),
             logits=_logit_bytes(plan, self._architecture, counts.value_bytes),
-            reference={"copy": counts.weights, "frozen_adapter": adapter}.get(plan.reference, 0)
+            reference={"copy": counts.weights, "frozen_adapter": adapter, "fp8": counts.archived}.get(plan.reference, 0)
             + _average_bytes(plan, counts.trained),
             critic=self._critic_bytes(plan, plan.critic) if plan.critic is not None else 0,
         )
@@ -210,6 +215,7 @@ def _counts_of(model: nn.Module, config: PolicyConfig) -> _Counts:
         parameters=sum(p.numel() for p in model.parameters()),
         weights=sum(_weight_bytes(model, config)),
         value_bytes=next(p for n, p in model.named_parameters() if "lora_" not in n).element_size(),
+        archived=_archived_bytes(model),
         trained=tuple(p for p in model.parameters() if p.requires_grad),
     )
 
@@ -234,6 +240,15 @@ def _weight_bytes(model: nn.Module, config: PolicyConfig) -> Iterator[int]:
             else:
                 blocks = math.ceil(parameter.numel() / 64)
                 yield math.ceil(parameter.numel() / 2) + blocks + 4 * math.ceil(blocks / 256)
+
+
+def _archived_bytes(model: nn.Module) -> int:
+    """Codes and scales of a model (`alignment.fp8`), and what is de-quantised of it while it runs with them."""
+    codes = sum(p.numel() + 4 if p.dim() > 1 else p.nbytes for p in model.parameters())
+    layers = [list(layer.parameters()) for layer in decoder_layers(model)]
+    inside = {id(p) for parameters in layers for p in parameters}
+    outside = sum(p.nbytes for p in model.parameters() if id(p) not in inside)
+    return codes + outside + max((sum(p.nbytes for p in parameters) for parameters in layers), default=0)
 
 
 def _state_bytes(parameter: nn.Parameter, optim: OptimConfig) -> int:

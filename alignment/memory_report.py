@@ -33,6 +33,8 @@ def remedies(plan: Plan) -> Iterator[tuple[str, Plan]]:
     yield from training
     if plan.reference == "copy" and plan.reference_alpha is None:
         yield "reference=cached", replace(plan, reference="cached")
+        if policy.lora is None:
+            yield "reference=fp8", replace(plan, reference="fp8")
     if plan.critic is not None and plan.critic.kind != "head":
         yield "critic.kind=head", replace(plan, critic=CriticConfig())
     if policy.dtype == "float32":

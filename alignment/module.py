@@ -30,6 +30,7 @@ from alignment.protocols import FiniteGroups, SizedBatches
 from alignment.settings import as_config
 from alignment.sharding import unsharded
 from alignment.training import TrainingMixin
+from alignment.transformer_engine import TransformerEngine
 from alignment.transforms import Stage, Transform, Transforms
 
 
@@ -72,6 +73,12 @@ class PolicyMixin(TrainingMixin):
         self.transforms.register(stage, transform)
 
     # ------------------------------------------------------------------ building
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        plugin = self.trainer.precision_plugin
+        if isinstance(plugin, TransformerEngine) and not self._built:
+            self.register_transform("float8", plugin.convert_policy)
 
     def configure_model(self) -> None:
         """Build the policy, its engine and whatever the algorithm adds. Later calls return at once."""

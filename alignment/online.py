@@ -128,8 +128,8 @@ class OnlineMixin(PenalisedMixin):
         dynamic_sampling: draw other prompts, at most this many times, in place of groups in which no reward that has a
             weight differs. 0: off.
         success: the reward that measures success, in [0, 1], for re-grading prompts. Null: the first one.
-        reference: what the policy is compared with: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the
-            cheapest. Loaded only for a KL.
+        reference: what the policy is compared with: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, its codes in
+            `fp8`, or `auto`: the cheapest. Loaded only for a KL.
         reference_sync: how the reference follows the policy, {alpha: 0.6, every: 512} for example. Null: it stays.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.

@@ -33,7 +33,7 @@ from alignment.update import Counts
 
 log = logging.getLogger(__name__)
 
-OnlineReference = Literal["auto", "adapter_off", "frozen_adapter", "copy"]
+OnlineReference = Literal["auto", "adapter_off", "frozen_adapter", "copy", "fp8"]
 
 
 class PenalisedMixin(SyncedMixin):

@@ -3,23 +3,19 @@ engine never imports either. All are checked with `isinstance`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
-from torch import nn
 
 from alignment.batches import Group, GroupBatch
 from alignment.schedulable import Schedulables
 
-
-@runtime_checkable
-class Transformable(Protocol):
-    """A module that builds a model which callbacks may change: `alignment.module.PolicyMixin`."""
-
-    def register_transform(self, stage: Any, transform: Callable[[nn.Module], nn.Module]) -> None:
-        """Add a step (`alignment.transforms`); call it in a callback's `setup`."""
+if TYPE_CHECKING:
+    from alignment.logprobs import LogProbEngine
+    from alignment.policy import PolicyConfig
+    from alignment.transforms import Stage, Transform
 
 
 @runtime_checkable
@@ -109,6 +105,23 @@ class PlansData(Protocol):
         """[n]: from now on the rows in use are those of the highest confidence."""
 
     def groups(self, split: Literal["train", "val", "test", "predict"]) -> Rows: ...
+
+
+@runtime_checkable
+class TakesTransforms(Protocol):
+    """A module whose policy a callback may change before it is used: `alignment.module.PolicyMixin`."""
+
+    policy_config: PolicyConfig
+
+    def register_transform(self, stage: Stage, transform: Transform) -> None:
+        """Add a step (`alignment.transforms`); call it in a callback's `setup`."""
+
+
+@runtime_checkable
+class HasEngine(Protocol):
+    """A module with a policy that scores tokens: `alignment.module.PolicyMixin`, once it is built."""
+
+    engine: LogProbEngine
 
 
 @runtime_checkable

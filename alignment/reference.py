@@ -5,10 +5,12 @@ adapter_off     a policy with new LoRA adapters, which are switched off        n
 frozen_adapter  a policy with a pretrained adapter and a frozen copy of it     one adapter
 cached          log-probs of a finite data set, computed before training       4 bytes a token, on disk and in RAM
                 (and entropies, where they are asked for                       4 bytes more)
+fp8             FP8 codes of the policy's start, for the policy to run with    a byte a weight, and a layer at a time
 copy            a second model                                                 one model
 
-At step 0 the KL to each of them is 0 and the DPO loss ln 2, also when training continues a pretrained adapter: the
-reference is then that adapter, not the base (the base would make step 0 a large jump).
+At step 0 the KL to each of them is 0 and the DPO loss ln 2 (fp8: within what `alignment.fp8.LOGP_BOUND` makes of them),
+also when training continues a pretrained adapter: the reference is then that adapter, not the base (the base would make
+step 0 a large jump).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from alignment.adapters import is_adapted
 from alignment.batches import GroupBatch
 from alignment.distributed import all_gather_objects, rank, world_size
 from alignment.errors import UserError
+from alignment.float8 import float8_as_in
 from alignment.full_kl import Head
 from alignment.logprobs import LogProbEngine
 from alignment.policy import PolicyConfig, load_policy, model_digest
@@ -48,7 +51,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ReferenceKind = Literal["auto", "cached", "adapter_off", "frozen_adapter", "copy"]
+ReferenceKind = Literal["auto", "cached", "adapter_off", "frozen_adapter", "copy", "fp8"]
 EngineFactory = Callable[[nn.Module], LogProbEngine]
 
 
@@ -97,6 +100,12 @@ class Reference(ABC):
                 "reference=adapter_off with policy.lora.pretrained would compare with the base, not with the adapter "
                 "training starts from; use frozen_adapter, cached or copy"
             )
+        if kind == "fp8" and lora is not None:
+            raise UserError("reference=fp8 codes a whole model; with policy.lora the adapters cost less: use auto")
+        if kind == "fp8":
+            from alignment.fp8_reference import Fp8Copy  # here: it is a Reference
+
+            return Fp8Copy(policy, engine_factory)
         if kind == "adapter_off":
             return AdapterOff(policy, engine_factory)
         if kind == "frozen_adapter":
@@ -360,6 +369,7 @@ def _states(engine: LogProbEngine, batch: GroupBatch) -> Tensor:
 def _starting_policy(config: PolicyConfig, *, like: nn.Module) -> nn.Module:
     """The policy before training, frozen, in evaluation mode, where, in the dtype and sharded as `like` is."""
     model = load_policy(replace(config, gradient_checkpointing=False)).eval().requires_grad_(False)
+    float8_as_in(model, like)
     if (sharding := sharding_of(like)) is not None:
         sharding(model)
     _follow(model, like)

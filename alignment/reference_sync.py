@@ -30,6 +30,7 @@ from torch import Tensor
 from alignment import memory
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
+from alignment.fp8 import Fp8Archive
 from alignment.module import PolicyMixin
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
@@ -38,8 +39,12 @@ from alignment.settings import as_config
 from alignment.spread import is_spread, whole
 
 PREFIX = "reference."
-FIXED = ("cached", "adapter_off")
-"""Kinds of reference without weights of their own."""
+FIXED = {
+    "cached": "log-probs of the start",
+    "adapter_off": "the base without its adapters",
+    "fp8": "codes of the start",
+}
+"""Kinds of reference without weights of their own -> what they are."""
 
 
 @dataclass(kw_only=True)
@@ -135,10 +140,9 @@ class SyncedMixin(PolicyMixin):
         self._follower: Follower | None = None
         self._has_reference = False
         if self.reference_sync is not None and reference in FIXED:
-            what = "log-probs of the start" if reference == "cached" else "the base without its adapters"
             raise UserError(
-                f"reference={reference} is {what}, which cannot follow the policy as reference_sync asks; use auto "
-                "(a copy of the policy, with LoRA a copy of its adapters), or leave reference_sync out"
+                f"reference={reference} is {FIXED[reference]}, which cannot follow the policy as reference_sync "
+                "asks; use auto (a copy of the policy, with LoRA a copy of its adapters), or leave reference_sync out"
             )
 
     @property
@@ -155,6 +159,18 @@ class SyncedMixin(PolicyMixin):
         self._has_reference = True
         if self.reference_sync is not None:
             self._follower = Follower(self.reference, self.reference_sync)
+
+    def reset_reference(self, archive: Fp8Archive, name: str) -> None:
+        """Make an archived policy the reference. Between two batches. Raises UserError without `reference_sync`: only
+        then are the reference's weights in the checkpoint."""
+        if self._follower is None:
+            raise UserError(
+                "a reference can be reset to an archived policy in a run with reference_sync only, whose checkpoints "
+                "hold it; a large `every` keeps it from moving by itself"
+            )
+        names = {parameter: key for key, parameter in self.named_parameters()}
+        trained = self.reference.trained()
+        self._follower.load_state_dict({n: archive.tensor(name, names[p]) for n, (p, _) in trained.items()})
 
     def memory_plan(self, trainer: L.Trainer) -> memory.Plan:
         alpha = None if self.reference_sync is None else self.reference_sync.alpha

@@ -23,7 +23,7 @@ from alignment.reference_cache import tokenizer_digest
 from alignment.reference_sync import ReferenceSync, SyncedMixin
 
 Split = Literal["train", "val", "test", "predict"]
-ResolvedKind = Literal["cached", "adapter_off", "frozen_adapter", "copy"]
+ResolvedKind = Literal["cached", "adapter_off", "frozen_adapter", "copy", "fp8"]
 
 SPLITS: dict[TrainerFn, tuple[Split, ...]] = {
     TrainerFn.FITTING: ("train", "val"),

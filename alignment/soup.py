@@ -25,6 +25,7 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.export import appearing, check_target, export
 from alignment.heads_file import FOLDER
+from alignment.mixture import mixture
 from alignment.policy import PolicyConfig, load_tokenizer
 from alignment.sources import PICKLES, check_folder
 from alignment.tensor_file import write_tensors
@@ -95,7 +96,7 @@ def soup(
         UserError: fewer than two sources, weights that are no mixture, models that do not fit together or that have
             heads, or `out` is taken.
     """
-    shares = _checked(weights, len(sources))
+    shares = mixture(weights, len(sources))
     out = Path(out)
     check_target(out, force)
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,18 +106,6 @@ def soup(
         with appearing(out) as partial:
             partial.mkdir()
             _write(models, shares, partial)
-    return shares
-
-
-def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
-    if count < 2:
-        raise UserError(f"a soup is made of at least two models, got {count}")
-    shares = [1 / count] * count if weights is None else [float(w) for w in weights]
-    if len(shares) != count:
-        raise UserError(f"{len(shares)} weights for {count} models; give one for each")
-    if not all(0 <= w <= 1 for w in shares) or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        given = ", ".join(f"{w:g}" for w in shares)
-        raise UserError(f"weights {given} are no mixture: each is between 0 and 1, and they sum to 1")
     return shares
 
 

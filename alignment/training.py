@@ -33,6 +33,7 @@ from alignment.sharded_strategy import ShardedStrategy
 from alignment.sharding import in_step
 from alignment.spread import clip_gradients
 from alignment.stopping import droppable
+from alignment.transformer_engine import TransformerEngine
 
 log = logging.getLogger(__name__)
 
@@ -164,10 +165,10 @@ class TrainingMixin(L.LightningModule):
                 f"trainer.strategy {type(strategy).__name__} is not supported; use auto, ddp, or ModelParallelStrategy "
                 "with callbacks.FSDP2 (docs/scale.md)"
             )
-        if precision not in PRECISIONS:
+        if precision not in PRECISIONS and not isinstance(self.trainer.precision_plugin, TransformerEngine):
             raise UserError(
                 f"trainer.precision {precision} is not supported; use {' or '.join(PRECISIONS)}, and policy.dtype for "
-                "the number format of the weights"
+                "the number format of the weights (FP8: docs/fp8.md)"
             )
         report_mixture(strategy.root_device)
         data = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from callbacks.checkpoint import Checkpoint
 from callbacks.dynamic_beta import BatchBeta, PlateauBeta, TargetKL
 from callbacks.focus_reward import FocusReward
+from callbacks.fp8 import Fp8PolicyArchive, Fp8Training
 from callbacks.fsdp import FSDP2
 from callbacks.fusion_stability import FusionStability
 from callbacks.gradient_norm_ratio import GradientNormRatio
@@ -22,6 +23,8 @@ __all__ = [
     "BatchBeta",
     "Checkpoint",
     "FocusReward",
+    "Fp8PolicyArchive",
+    "Fp8Training",
     "FusionStability",
     "GradientNormRatio",
     "OnlineHeadUpdate",

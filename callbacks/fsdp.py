@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from alignment.errors import UserError
-from alignment.protocols import Transformable
+from alignment.protocols import TakesTransforms
 from alignment.sharded_strategy import adopt
 from alignment.sharding import Sharding, is_sharded
 
@@ -53,7 +53,7 @@ class FSDP2(L.Callback):
                 f"trainer.strategy has tensor_parallel_size {ways} (auto is one for each device), and callbacks.FSDP2 "
                 f"cuts over data_parallel_size alone; write {LINE % trainer.world_size}"
             )
-        if not isinstance(pl_module, Transformable):
+        if not isinstance(pl_module, TakesTransforms):
             raise UserError(f"callbacks.FSDP2 needs a module that builds a policy; {type(pl_module).__name__} does not")
         adopt(strategy)
         if self._module is pl_module or is_sharded(pl_module):

@@ -68,7 +68,8 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         sft_weight: weight of the chosen completions' own negative log-likelihood per token.
         margins: for loss modpo, data column -> weight: the reward of the chosen minus that of the rejected completion
             under another objective. The preferences' own objective has the weight that these leave of 1.
-        reference: `cached` log-probs, LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the cheapest.
+        reference: `cached` log-probs, LoRA's `adapter_off` or `frozen_adapter`, a `copy`, its codes in `fp8`, or
+            `auto`: the cheapest.
         reference_sync: how the reference follows the policy (TR-DPO, EMA): {alpha: 0.6, every: 512}. Null: it stays.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.

@@ -53,8 +53,8 @@ class KTO(ReferencedMixin, L.LightningModule):
         beta: strength of the pull to the reference; callbacks may move it during training.
         good_weight, bad_weight: of the two kinds. The paper balances unequal numbers of them: good_weight * good
             completions should be 1 to 1.5 times bad_weight * bad ones.
-        reference: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, or `auto`: the cheapest; `cached` only with
-            apo_zero, because the pairs of prompt and completion behind z are not known ahead.
+        reference: LoRA's `adapter_off` or `frozen_adapter`, a `copy`, its codes in `fp8`, or `auto`: the cheapest;
+            `cached` only with apo_zero, because the pairs of prompt and completion behind z are not known ahead.
         reference_sync: how the reference follows the policy, see docs/reference.md. Null: it stays.
         optim: optimizer and schedule.
         micro_batch_tokens: upper bound of tokens in one forward; bounds memory, changes no result.

@@ -223,6 +223,7 @@ def test_each_setting_that_would_make_it_fit_is_named_with_its_bytes() -> None:
         "policy.gradient_checkpointing=true",
         "optim.optimizer=adamw_8bit",
         "reference=cached",
+        "reference=fp8",
         "policy.dtype=bfloat16",
         "policy.lora.r=16",
         "policy.lora.r=16 policy.quantization=4bit",
