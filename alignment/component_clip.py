@@ -27,6 +27,7 @@ from alignment.batches import GroupBatch
 from alignment.components import GradientStore, accumulate_objectives, weighted_sum
 from alignment.errors import UserError
 from alignment.metrics import Metrics
+from alignment.skipped import Rerun
 from alignment.tied_rows import gathering_gradients
 from alignment.update import Counts, optimizer_of, reduce_gradients, step, total_norm
 
@@ -122,7 +123,8 @@ def update_at_parameters(
     for p, *gradients in zip(parameters, *(s.gradients for s in stores.values()), strict=True):
         p.grad = weighted_sum(gradients, factors)
     _note(module, names, norms, factors, "grad_norm")
-    step(module, batch, shares.sum(), metrics, dict(zip(names, norms.tolist(), strict=True)))
+    named = dict(zip(names, norms.tolist(), strict=True))
+    step(module, batch, shares.sum(), metrics, named, Rerun.of_parts(parts, counts, keep_groups=True))
 
 
 def update_at_states(
@@ -154,7 +156,8 @@ def update_at_states(
     factors = clip_coefficients(norms, values, config).tolist()
 
     def loss(micro: GroupBatch, counts: Counts) -> tuple[Tensor, Metrics]:
-        found = components(micro, counts) if held is None else held
+        nonlocal held
+        found, held = components(micro, counts) if held is None else held, None  # its graph serves once
         clipped = torch.stack([found.shares[name] * c for name, c in zip(names, factors, strict=True)]).sum()
         whole = torch.stack([found.shares[name].detach() for name in names]).sum()
         return clipped + (whole - clipped.detach()), found.metrics  # the objective's value, the clipped gradient

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.metrics import Metrics, add_metrics
+from alignment.skipped import Rerun
 from alignment.spread import is_spread, local
 from alignment.tied_rows import gathering_gradients
 from alignment.update import Counts, has_gradient, optimizer_of, reduce_gradients, step, without_ddp_reduction
@@ -135,7 +136,8 @@ def update_objectives(
         p.grad = weighted_sum(gradients, factors)
     if distributed.rank() == 0:
         add_metrics(metrics, found.metrics(coefficients))
-    step(module, batch, share, metrics, dict(zip(names, found.norms.tolist(), strict=True)))
+    norms = dict(zip(names, found.norms.tolist(), strict=True))
+    step(module, batch, share, metrics, norms, Rerun.of_parts(parts_fn, counts, keep_groups))
 
 
 def accumulate_objectives(

@@ -31,7 +31,8 @@ class FusionProfile:
         rows = torch.zeros(len(places), self._sums.shape[1], dtype=torch.float64)
         rows[:, list(active)] = alpha.detach().double().cpu()
         rows[:, -1] = 1
-        self._sums.index_add_(0, places, rows)
+        known = rows.isfinite().all(dim=1)  # of an update that is left out nothing must stay
+        self._sums.index_add_(0, places[known], rows[known])
 
     def take(self, device: torch.device) -> list[list[float | None]]:
         """Per bin the mean of each head over the tokens of all ranks since the last call; None without any. A

@@ -1,15 +1,17 @@
-"""The finite guard: what is remembered about non-finite updates, when to stop, and the dump that explains them."""
+"""The finite guard: what is remembered about non-finite updates, when to go back, and the dump that explains them."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import fields
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,39 +19,78 @@ from torch import Tensor
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.errors import UserError
+from alignment.moments import MomentWatch
+from alignment.protocols import PolicyArchive
+from alignment.spread_file import SpreadTensor
 
 log = logging.getLogger(__name__)
-
-IN_A_ROW = 3
-WINDOW = 500
-IN_WINDOW = 5
 
 
 class TrainingDivergedError(UserError):
     """Too many non-finite updates, also after going back to the last good checkpoint. The message names the dump."""
 
 
+@dataclass(kw_only=True)
+class Limits:
+    """How many non-finite updates are too many.
+
+    Args:
+        in_a_row: as many one after the other are.
+        in_window: more than this within `window` are.
+        window: updates that are looked back at.
+    """
+
+    in_a_row: int = 3
+    in_window: int = 5
+    window: int = 500
+
+    def __post_init__(self) -> None:
+        if self.in_a_row < 1 or self.in_window < 0 or self.window < 1:
+            raise UserError(
+                f"limits: in_a_row is {self.in_a_row}, in_window {self.in_window} and window {self.window}; the first "
+                "and the last are at least 1, in_window at least 0"
+            )
+
+
 class FiniteGuard:
-    """Counts non-finite updates. The limit is three in a row or more than five among the last 500 updates."""
+    """Counts non-finite updates, and knows what makes a step unsafe besides its loss and gradient.
+
+    Attributes:
+        limits: a callback may set others.
+        archive: where to go back to in place of a checkpoint; a callback may set one.
+        moments: tells whether the optimizer's state is finite.
+    """
 
     def __init__(self) -> None:
+        self.limits = Limits()
+        self.archive: PolicyArchive | None = None
+        self.moments = MomentWatch()
         self.updates = 0
         self.nonfinite = 0
         self.rolled_back = False
         self._recent: list[int] = []
 
+    def unsafe(self, optimizer: torch.optim.Optimizer) -> str:
+        """What would make a step from a finite gradient damage weights, on this rank: the learning rate, or what the
+        optimizer remembers; "" for nothing. Reads no tensor while nobody but the optimizer has written its state."""
+        for group in optimizer.param_groups:
+            if not math.isfinite(float(group["lr"])):
+                return f"learning rate is {float(group['lr'])}"
+        return self.moments.fault(optimizer)
+
     def record(self, finite: bool) -> bool:
-        """Count one update. True when the limit is passed."""
+        """Count one update. True when a limit is passed."""
         self.updates += 1
         if finite:
             return False
         self.nonfinite += 1
-        self._recent = [u for u in self._recent if u > self.updates - WINDOW] + [self.updates]
-        in_a_row = self._recent[-IN_A_ROW:] == list(range(self.updates - IN_A_ROW + 1, self.updates + 1))
-        return in_a_row or len(self._recent) > IN_WINDOW
+        kept = self.limits
+        self._recent = [u for u in self._recent if u > self.updates - kept.window] + [self.updates]
+        last = list(range(self.updates - kept.in_a_row + 1, self.updates + 1))
+        return self._recent[-kept.in_a_row :] == last or len(self._recent) > kept.in_window
 
     def start_over(self) -> None:
-        """Forget the recent failures after going back to a checkpoint, which happens once."""
+        """Forget the recent failures after going back, which happens once."""
         self.rolled_back = True
         self._recent = []
 
@@ -68,6 +109,9 @@ class FiniteGuard:
         self._recent = [int(u) for u in state["recent"]]
 
 
+# ---------------------------------------------------------------------- the dump
+
+
 def dump_batch(batch: GroupBatch, folder: Path, facts: Mapping[str, Any]) -> Path:
     """Write this rank's part of a batch as `<folder>/rank<r>.safetensors`, with `facts` and the data columns beside it
     as JSON. Returns the folder. An existing dump is kept: each batch is written once."""
@@ -84,37 +128,73 @@ def dump_batch(batch: GroupBatch, folder: Path, facts: Mapping[str, Any]) -> Pat
     return folder
 
 
-def newest_checkpoint(trainer: L.Trainer) -> str | None:
-    """Path of the checkpoint written last by this run's checkpoint callbacks, the same on every rank; None without one.
-    Every checkpoint is good: the guard lets no non-finite update reach the weights."""
-    found: list[Path] = []
+# ---------------------------------------------------------------------- going back
+
+
+def checkpoints(trainer: L.Trainer) -> list[str]:
+    """Paths of what this run's checkpoint callbacks have kept, the newest first, the same on every rank."""
+    found: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             names = {callback.last_model_path, callback.best_model_path, *callback.best_k_models}
-            found += [Path(name) for name in names if name and Path(name).exists()]
-    newest = max(found, key=lambda p: p.stat().st_mtime_ns, default=None)
-    path: str | None = trainer.strategy.broadcast(None if newest is None else str(newest))
-    return path
+            found |= {Path(name) for name in names if name and Path(name).exists()}
+    paths = [str(p) for p in sorted(found, key=lambda p: (-p.stat().st_mtime_ns, str(p)))]
+    agreed: list[str] = trainer.strategy.broadcast(paths)
+    return agreed
 
 
-def roll_back(module: L.LightningModule) -> str | None:
-    """Load weights and optimizer state of the newest checkpoint; None when there is none to load.
+def roll_back(module: L.LightningModule, archive: PolicyArchive | None = None) -> str | None:
+    """Take the weights back to the newest policy of the archive, or, without one, weights and optimizer state to the
+    newest checkpoint. Returns where they are now; None when there is nothing to go to.
 
-    Counters, data order and the schedule's position stay where they are: the batches since then are not replayed.
+    An archive holds no moments: they begin anew. Counters, data order and the schedule's position stay where they are:
+    the batches since then are not replayed.
     """
+    if archive is not None:
+        name: str | None = module.trainer.strategy.broadcast(archive.names[-1] if archive.names else None)
+        if name is not None:
+            archive.restore(module, name)
+            for optimizer in module.trainer.optimizers:
+                optimizer.state.clear()
+            return f"{name} of the archive, which has no moments: the optimizer begins anew"
+        log.warning("the archive holds no policy yet: going back to a checkpoint")
+    return _to_checkpoint(module)
+
+
+def _to_checkpoint(module: L.LightningModule) -> str | None:
     trainer = module.trainer
-    path = newest_checkpoint(trainer)
-    if path is None:
-        return None
-    kept = ("lr", "initial_lr", "lr_factor")  # of the run as it is, like the schedule
-    rates = [[{k: g[k] for k in kept if k in g} for g in optimizer.param_groups] for optimizer in trainer.optimizers]
-    checkpoint = trainer.strategy.load_checkpoint(path)
-    if "optimizer_states" not in checkpoint:
-        log.warning("checkpoint %s holds weights only, so the run cannot go back to it", path)
-        return None
-    trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
-    trainer.strategy.load_optimizer_state_dict(checkpoint)
-    for optimizer, lrs in zip(trainer.optimizers, rates, strict=True):
-        for group, own in zip(optimizer.param_groups, lrs, strict=True):
-            group.update(own)
-    return path
+    for path in checkpoints(trainer):
+        checkpoint = trainer.strategy.load_checkpoint(path)
+        if "optimizer_states" not in checkpoint:
+            log.warning("checkpoint %s holds weights only, so the run cannot go back to it", path)
+            continue
+        # Updates write nothing else, but what has damaged weights in memory may have been saved.
+        if not all(map(_finite, _tensors([checkpoint["state_dict"], checkpoint["optimizer_states"]]))):
+            log.warning("checkpoint %s holds values that are not finite, so the run does not go back to it", path)
+            continue
+        kept = ("lr", "initial_lr", "lr_factor")  # of the run as it is, like the schedule
+        rates = [[{k: g[k] for k in kept if k in g} for g in each.param_groups] for each in trainer.optimizers]
+        trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+        trainer.strategy.load_optimizer_state_dict(checkpoint)
+        for optimizer, lrs in zip(trainer.optimizers, rates, strict=True):
+            for group, own in zip(optimizer.param_groups, lrs, strict=True):
+                group.update(own)
+        return path
+    return None
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, SpreadTensor):
+        yield from state.parts()
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -95,7 +95,10 @@ class IsolatedMixin(SteeredMixin):
         elif config.level == "parameters":
             update_objectives(self, part, self.objectives, names, self.combine, keep_groups=False)
         else:
-            shares = self.combine(self._at_states(part))
+            found = self._at_states(part)
+            # What is remembered of gradients must not take in one that is not finite; the update is left out then.
+            known = bool(torch.isfinite(found.gram).all())
+            shares = self.combine(found) if known else torch.full_like(found.losses, torch.nan)
             self.begin_update(part)
             self.update(part, partial(self.loss, shares=shares), keep_groups=False)
 

@@ -111,6 +111,11 @@ class LogProbEngine:
         self.path: Literal["shared", "plain"] = "plain"
         self.reason = "not verified yet"
 
+    @property
+    def has_head(self) -> bool:
+        """Whether there are logits to take log-probs of."""
+        return self._head is not None
+
     def __call__(
         self,
         batch: GroupBatch,

@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from alignment import distributed, memory
+from alignment import update as engine
 from alignment.advantages import RewardTable
 from alignment.batches import Group, GroupBatch
 from alignment.chat import end_ids
@@ -54,8 +55,10 @@ from alignment.prompting import Filled, PromptSource, concatenate, fill, prompts
 from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
 from alignment.reference_sync import ReferenceSync
 from alignment.reward_metrics import reward_metrics
+from alignment.reward_mishaps import RewardMishaps
 from alignment.rewards import RewardSpec, RewardSuite, SuiteConfig, Texts
 from alignment.rollout import SAMPLER_LOGPS, RolloutEngine, RolloutStopped, SamplingConfig, times_before
+from alignment.rollout_check import advantage_fault, measured_fault
 from alignment.settings import as_config
 from alignment.stopping import droppable, stop_requested, together
 from alignment.vllm_rollout import VLLMRollout, check_settings
@@ -189,6 +192,7 @@ class OnlineMixin(PenalisedMixin):
         self._pushed: int | None = None
         self._warned: set[str] = set()
         self._silent = 0  # batches in a row without any advantage
+        self.mishaps = RewardMishaps()
 
     # ------------------------------------------------------------------ what an algorithm defines
 
@@ -269,14 +273,17 @@ class OnlineMixin(PenalisedMixin):
 
     def train_batch(self, batch: GroupBatch) -> None:
         experience = self.collect(batch)
+        if experience is None:
+            return
         for _ in range(self.epochs):
             for part in minibatches(experience, self.minibatches):
                 if 0 <= self.trainer.max_steps <= self.trainer.global_step:
                     return
                 self.update_part(part)
 
-    def collect(self, batch: GroupBatch) -> GroupBatch:
-        """Completions for the prompts of `batch`, with rewards, advantages and the log-probs that updates need.
+    def collect(self, batch: GroupBatch) -> GroupBatch | None:
+        """Completions for the prompts of `batch`, with rewards, advantages and the log-probs that updates need. None
+        for a rollout of which something is not finite on any rank: it counts as one update that is left out.
 
         Raises RolloutStopped when the run was asked to leave meanwhile; nothing that a checkpoint holds has changed.
         """
@@ -290,8 +297,12 @@ class OnlineMixin(PenalisedMixin):
         self._tell_success(sampled)
         add_metrics(metrics, completion_metrics(experience))
         table = table_of(experience, self.suite.names, self.suite.weights)
+        measured, scored = self._fault(experience), experience.scored
         experience = self.credit(experience, table)
-        self._note_silence(experience)
+        if self._unusable(experience, measured):
+            self._train_window.update(metrics)
+            engine.leave_out(self, replace(experience, scored=scored))
+            return None
         add_metrics(metrics, self._reward_metrics(experience, table))
         if self.mask_truncated:
             experience = mask_truncated(experience, experience.rows[TRUNCATED].bool())
@@ -304,9 +315,18 @@ class OnlineMixin(PenalisedMixin):
             experience = replace(experience, tokens={n: v for n, v in experience.tokens.items() if n != OLD_LOGPS})
         return experience
 
-    def _note_silence(self, batch: GroupBatch) -> None:
-        """Warn once when the rewards have taught nothing for a while. A collective."""
-        told = distributed.any_rank(bool((batch.rows[ADVANTAGE] != 0).any()), batch.device)
+    def _fault(self, batch: GroupBatch) -> Tensor:
+        """[] bool: whether what was measured, or what the reward is charged with, is not finite."""
+        found = measured_fault(batch)
+        if not self.kl.in_reward:
+            return found
+        return found | ~(self.kl.coefficient * self.rollout_kl(batch)).isfinite().all()
+
+    def _unusable(self, batch: GroupBatch, measured: Tensor) -> bool:
+        """Whether a rollout cannot be learned from because something is not finite. Warns once when the rewards have
+        taught nothing for a while. A collective."""
+        flags = torch.stack([(batch.rows[ADVANTAGE] != 0).any(), measured | advantage_fault(batch)])
+        told, unusable = (bool(count > 0) for count in distributed.all_reduce_sum(flags.double()).tolist())
         self._silent = 0 if told else self._silent + 1
         if self._silent == SILENT:
             self.warn_once(
@@ -314,6 +334,7 @@ class OnlineMixin(PenalisedMixin):
                 "each prompt all completions got the same. Look at rewards/NAME/mean and at the samples "
                 "(callbacks.Samples), then at 'When it does not learn' in docs/online.md"
             )
+        return unusable
 
     def _experience(self, prompts: Sequence[Group], metrics: Metrics) -> tuple[GroupBatch, GroupBatch]:
         """(everything that was sampled, with rewards; what is left to train on, measured)."""
@@ -363,6 +384,7 @@ class OnlineMixin(PenalisedMixin):
                 pending.cancel()
                 raise
         matrix = pending.collect()
+        self.mishaps.note(batch, matrix)
         # Means and deviations come from `reward_metrics`, over all ranks.
         found = matrix.metrics()
         add_metrics(metrics, {n: pair for n, pair in found.items() if not n.endswith(("/mean", "/std"))})
@@ -428,6 +450,7 @@ class OnlineMixin(PenalisedMixin):
             pending = self.suite.submit(_Scored(sampled), texts, learn=False)
             pending.wait(self._asked_to_leave)
         matrix = pending.collect()
+        self.mishaps.note(sampled, matrix)
         self._eval_window.update(evaluation_metrics(sampled, matrix))
         return sample_rows(sampled, matrix, texts)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import numpy as np
+from torch import nn
 
 from alignment.batches import Group, GroupBatch
 from alignment.schedulable import Schedulables
@@ -131,3 +132,24 @@ class Judges(Protocol):
     def judge(self, batch: GroupBatch) -> list[dict[str, Any]]:
         """Rows of sampled completions, with the mapping `rewards`: name -> value, None where it abstained."""
         ...
+
+
+@runtime_checkable
+class PolicyArchive(Protocol):
+    """Policies of earlier steps, weights alone: `alignment.fp8.Fp8Archive`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the policies, the one kept last at the end."""
+        ...
+
+    def restore(self, module: nn.Module, name: str) -> None:
+        """Give the module the weights kept under this name, in place. Every rank calls it."""
+        ...
+
+
+@runtime_checkable
+class HasArchive(Protocol):
+    """A callback that keeps policies: `callbacks.Fp8PolicyArchive`."""
+
+    archive: PolicyArchive

@@ -7,7 +7,7 @@ A file is a safetensors file. The name of an entry says what it is a part of and
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,11 @@ class SpreadTensor:
         if found != out.numel():
             raise ValueError(f"the files lack a part of '{self._name}'")
         return out
+
+    def parts(self) -> Iterator[Tensor]:
+        """What each rank wrote of it, one at a time."""
+        for part in self._parts:
+            yield part.file.get_slice(part.entry)[tuple(slice(0, n) for n in part.shape)]
 
     def whole(self) -> Tensor:
         return self.read(self.shape, [0] * len(self.shape))

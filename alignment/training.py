@@ -102,6 +102,7 @@ class TrainingMixin(L.LightningModule):
         self.dropout_on = False
         self._train_window = MetricWindow()
         self._eval_window = MetricWindow()
+        self.evaluation_faults: tuple[str, ...] = ()  # metrics of the last evaluation that were partly not finite
         self._batch_size_noted = False
         self._saved_optim: Mapping[str, Any] | None = None  # of the checkpoint a fit resumes from
 
@@ -284,6 +285,9 @@ class TrainingMixin(L.LightningModule):
     def _log_evaluation(self, stage: str) -> None:
         """Metrics over the whole set and all ranks, each row or token weighing the same wherever it was batched."""
         values = self._eval_window.flush(self.device)
+        bad = {name.removeprefix("nonfinite/") for name in values if name.startswith("nonfinite/")}
+        bad |= {"loss"} if bad & self.loss_terms.keys() else set()
+        self.evaluation_faults = tuple(f"{stage}/{name}" for name in sorted(bad))
         if not values:
             return
         if self.loss_terms:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +23,11 @@ from torch import Tensor, nn
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.folders import run_folder
-from alignment.guard import WINDOW, TrainingDivergedError, dump_batch, roll_back
+from alignment.guard import TrainingDivergedError, dump_batch, roll_back
 from alignment.metrics import Metrics, add_metrics
 from alignment.protocols import GradientListener
 from alignment.sharding import is_sharded
+from alignment.skipped import Rerun, SkipListener, Skipped
 from alignment.spread import is_spread, local
 from alignment.tied_rows import gathering_gradients
 
@@ -185,13 +185,14 @@ def update(
     `counts` None: those of the batch. They are given when rows whose loss and gradient are 0 have been left out.
 
     Skipping leaves parameters, moments, schedule and `global_step` untouched. Raises TrainingDivergedError after three
-    skips in a row, or more than five in 500 updates, if going back to the last checkpoint has not helped already.
+    skips in a row, or more than five in 500 updates (`guard.Limits`), if going back has not helped already.
     """
     optimizer, parameters = optimizer_of(module)
     optimizer.zero_grad()
-    share, metrics = accumulate(module, batch, loss_fn, keep_groups, Counts.of(batch) if counts is None else counts)
+    counts = Counts.of(batch) if counts is None else counts
+    share, metrics = accumulate(module, batch, loss_fn, keep_groups, counts)
     reduce_gradients(parameters)
-    step(module, batch, share, metrics)
+    step(module, batch, share, metrics, rerun=Rerun(loss=loss_fn, counts=counts, keep_groups=keep_groups))
 
 
 def step(
@@ -200,54 +201,82 @@ def step(
     share: Tensor,
     metrics: Metrics,
     norms: Mapping[str, float] | None = None,
+    rerun: Rerun | None = None,
 ) -> None:
     """The second half of `update`: from gradients in `.grad`, which are sums over ranks, to weights.
 
     Args:
         share: this rank's share of the loss, float64. metrics: of this rank.
         norms: name -> L2 norm of a part of the gradient, for `GradientListener`.
+        rerun: how the loss was computed, for a callback that wants to know why it is not finite.
     """
     optimizer, parameters = optimizer_of(module)
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(grads) if grads else torch.zeros((), device=module.device)
-    # Loss and gradients are sums over ranks, so every rank sees the same values and takes the same branch.
-    loss, total = torch.stack([distributed.all_reduce_sum(share), norm.double()]).tolist()
-    finite = math.isfinite(loss) and math.isfinite(total)
+    unsafe = module.guard.unsafe(optimizer.optimizer)
+    # Loss and gradients are sums over ranks, so every rank sees the same values and takes the same branch. What makes
+    # a step unsafe may be known on one rank alone: it goes with the loss.
+    own = torch.stack([share, torch.full_like(share, float(bool(unsafe)))])
+    loss, unsafe_ranks, total = torch.cat([distributed.all_reduce_sum(own), norm.double()[None]]).tolist()
+    finite = math.isfinite(loss) and math.isfinite(total) and unsafe_ranks == 0
     lr = float(optimizer.param_groups[0]["lr"])
     if finite:
         seen = {**(norms or {}), **module.part_norms(), "total": total}
         for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, GradientListener):
                 callback.on_gradients(module.trainer, module, seen)
+    told = None if finite else _explain(module, batch, loss, total, unsafe, rerun)
     if finite and module.finish_gradients(parameters, norm):
         optimizer.step()
+        module.guard.moments.stepped(optimizer.optimizer)
         module.step_schedule()
     else:
         optimizer.zero_grad()
     module.note_update(loss=loss, grad_norm=total, lr=lr, metrics=metrics)
-    if module.guard.record(finite):
-        _stop_or_roll_back(module, _dump(module, batch, loss, total))
-    elif not finite:
-        _dump(module, batch, loss, total)
+    _count(module, told)
 
 
-def _dump(module: TrainingMixin, batch: GroupBatch, loss: float, norm: float) -> Path:
+def leave_out(module: TrainingMixin, batch: GroupBatch) -> None:
+    """Count a rollout whose numbers are not finite, on any rank, as an update that was not: it has none. Every rank
+    calls it."""
+    optimizer, _ = optimizer_of(module)
+    told = _explain(module, batch, math.nan, math.nan, "", None)
+    module.note_update(loss=math.nan, grad_norm=math.nan, lr=float(optimizer.param_groups[0]["lr"]), metrics={})
+    _count(module, told)
+
+
+def _explain(
+    module: TrainingMixin, batch: GroupBatch, loss: float, norm: float, unsafe: str, rerun: Rerun | None
+) -> str:
+    """Dump the batch, with what callbacks find out about it. Returns what to say of it."""
     trainer = module.trainer
     facts = {"batch": module.batches_seen, "global_step": trainer.global_step, "loss": loss, "grad_norm": norm}
-    folder = dump_batch(batch, run_folder(trainer) / "nonfinite" / f"batch-{module.batches_seen}", facts)
-    if distributed.rank() == 0:
-        log.warning("update skipped: loss %s, gradient norm %s; the batch is in %s", loss, norm, folder)
-    return folder
+    folder = run_folder(trainer) / "nonfinite" / f"batch-{module.batches_seen}"
+    skipped = Skipped(batch=batch, loss=loss, grad_norm=norm, unsafe=unsafe, rerun=rerun, folder=folder)
+    listeners = [c for c in trainer.callbacks if isinstance(c, SkipListener)]  # type: ignore[attr-defined]
+    found = [listener.on_nonfinite(trainer, module, skipped) for listener in listeners]
+    for more in found:
+        facts |= more
+    dump_batch(batch, folder, facts)
+    if distributed.rank() == 0 and not found:
+        why = f"; {unsafe}" if unsafe else ""
+        log.warning("update skipped: loss %s, gradient norm %s%s; the batch is in %s", loss, norm, why, folder)
+    return "; ".join([f"the batch is in {folder}", *(str(more["text"]) for more in found)])
 
 
-def _stop_or_roll_back(module: TrainingMixin, dump: Path) -> None:
-    if not module.guard.rolled_back:
-        path = roll_back(module)
-        if path is not None:
-            module.guard.start_over()
-            log.warning("too many non-finite updates: weights and optimizer are back at %s; this happens once", path)
+def _count(module: TrainingMixin, told: str | None) -> None:
+    """Count an update, `told` None for a finite one. Go back, or stop, where there were too many."""
+    guard = module.guard
+    if not guard.record(told is None):
+        return
+    if not guard.rolled_back:
+        guard.moments.forget()
+        place = roll_back(module, guard.archive)
+        if place is not None:
+            guard.start_over()
+            log.warning("too many non-finite updates: weights and optimizer are back at %s; this happens once", place)
             return
     raise TrainingDivergedError(
-        f"training stopped: {module.guard.nonfinite} of {module.guard.updates} updates were not finite, the last ones "
-        f"in a row or within {WINDOW} updates; the batch is in {dump}: look at it, or try a smaller optim.lr"
+        f"training stopped: {guard.nonfinite} of {guard.updates} updates were not finite, the last ones in a row or "
+        f"within {guard.limits.window} updates; {told}; look at it, or try a smaller optim.lr"
     )

@@ -138,3 +138,15 @@ def validates(trainer: L.Trainer) -> bool:
     # Not trainer.val_dataloaders, which may be those of an earlier `validate`.
     loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return loaders is None or sum(trainer.num_val_batches) > 0
+
+
+@runtime_checkable
+class HasEvaluationFaults(Protocol):
+    """A module that says what of its last evaluation was not finite: `alignment.training.TrainingMixin`.
+
+    Attributes:
+        evaluation_faults: names of metrics, `val/loss` for one, whose mean leaves something out for that reason; the
+            same on every rank.
+    """
+
+    evaluation_faults: tuple[str, ...]

@@ -7,6 +7,7 @@ from callbacks.fp8 import Fp8PolicyArchive, Fp8Training
 from callbacks.fsdp import FSDP2
 from callbacks.fusion_stability import FusionStability
 from callbacks.gradient_norm_ratio import GradientNormRatio
+from callbacks.nan_guard import NanGuard
 from callbacks.online_head_update import OnlineHeadUpdate
 from callbacks.predictions import Predictions
 from callbacks.preference_dial import PreferenceDial
@@ -27,6 +28,7 @@ __all__ = [
     "Fp8Training",
     "FusionStability",
     "GradientNormRatio",
+    "NanGuard",
     "OnlineHeadUpdate",
     "PlateauBeta",
     "Predictions",

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from alignment import resume
 from alignment.checkpoint import SafeCheckpointIO, point
+from alignment.watching import HasEvaluationFaults
 
 
 class Checkpoint(ModelCheckpoint):
@@ -24,6 +26,7 @@ class Checkpoint(ModelCheckpoint):
     - `last.ckpt` in the same folder always points at the newest saved state, replaced atomically. With a `monitor`, a
       state that is not among the best is kept as `resume-*.ckpt` until a newer one is there.
     - The final state is saved when training ends.
+    - A state whose monitored value, or a part of it, is not finite is never among the best; it can be resumed from.
     - A save that the disk refused leaves the records as they were (`SafeCheckpointIO` reports it).
     """
 
@@ -121,7 +124,7 @@ class Checkpoint(ModelCheckpoint):
         candidates = self._monitor_candidates(trainer)
         self._save_failed = False
         # Before the first validation there is no score to rank by, yet a state to resume from.
-        if topk and (self.monitor is None or self.monitor in candidates):
+        if topk and self._ranks(trainer, candidates):
             self._save_topk_checkpoint(trainer, candidates)
         if self._save_failed:
             return
@@ -129,6 +132,14 @@ class Checkpoint(ModelCheckpoint):
             self._save_resume_point(trainer, candidates)
         elif self._resume_path:
             self._retire_resume_point(trainer, "")
+
+    def _ranks(self, trainer: L.Trainer, candidates: dict[str, Tensor]) -> bool:
+        """Whether there is a score to rank by: one that is finite, of an evaluation that was."""
+        if self.monitor is None:
+            return True
+        module = trainer.lightning_module
+        partly = isinstance(module, HasEvaluationFaults) and self.monitor in module.evaluation_faults
+        return self.monitor in candidates and not partly and bool(torch.isfinite(candidates[self.monitor]))
 
     def _save_topk_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         names = ("best_model_path", "best_model_score", "kth_best_model_path", "kth_value", "current_score")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alignment.metrics import Metrics, mean_of
+
+
+class Mishap(NamedTuple):
+    """A value that is no number: NaN, infinite, or of a division by zero."""
+
+    reward: str
+    completion: int
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +31,8 @@ class RewardMatrix:
         changed: names whose `values` may differ from `raw`: they have a scale or a condition.
         faults: reward name -> completions lost by each kind of fault, on this rank.
         seconds: reward name -> seconds its calls took, added over workers.
+        mishaps: values of this rank that are no numbers, all of them faults too.
+        lost: values lost to faults, over all rewards and ranks.
     """
 
     values: Tensor
@@ -31,6 +42,8 @@ class RewardMatrix:
     changed: frozenset[str]
     faults: dict[str, Counter[str]]
     seconds: dict[str, float]
+    mishaps: tuple[Mishap, ...] = ()
+    lost: int = 0
 
     @property
     def valid(self) -> Tensor:

@@ -56,6 +56,11 @@ class Outcome(NamedTuple):
     kind: FaultKind | None = None
     message: str = ""
 
+    @property
+    def no_number(self) -> bool:
+        """Whether it is NaN, infinite, or what a division by zero raised."""
+        return self.kind in ("nan", "inf") or (self.kind == "raise" and self.message.startswith("ZeroDivisionError"))
+
 
 # ----------------------------------------------------------------------------------------------------- configuration
 

@@ -26,7 +26,7 @@ import torch
 from alignment.errors import UserError
 from alignment.rewards.calls import Function, Wanted, call_batch, call_one, own, reseed, single
 from alignment.rewards.faults import FaultHistory
-from alignment.rewards.matrix import RewardMatrix
+from alignment.rewards.matrix import Mishap, RewardMatrix
 from alignment.rewards.protocol import Outcome, SampledBatch, Samples, SuiteConfig, Texts
 from alignment.rewards.scaling import Scaling, agree, extremes_of
 from alignment.rewards.specs import AnySpec, bind, check, check_columns, digest, load_here, needed, source_of, to_spec
@@ -226,6 +226,13 @@ class RewardSuite:
             changed=frozenset(n for n, s in self.specs.items() if s.scale is not None or s.condition is not None),
             faults=faults,
             seconds=seconds,
+            mishaps=tuple(
+                Mishap(name, row, outcome.message)
+                for name in self.names
+                for row, outcome in enumerate(outcomes[name])
+                if outcome.no_number
+            ),
+            lost=sum(lost for lost, _ in losses.values()),
         )
 
     # ------------------------------------------------------------------ state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -15,11 +16,13 @@ import torch
 import yaml
 
 from alignment.advantages import RewardTable
+from alignment.blame import PLACES
 from alignment.cli import main
 from alignment.losses import PairLogRatios
 from alignment.pair_objective import find
 from alignment.policy_losses import PolicyTokens
 from alignment.tiny import save_tiny
+from callbacks import NanGuard
 from tests.vllm_stub import serving
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -236,3 +239,15 @@ def test_sharding_as_the_page_shows_it(folder: Path, capsys: pytest.CaptureFixtu
         words = shlex.split(line, comments=True)[1:]
         assert main([*words, "--print_config"]) == 0
         assert "callbacks.FSDP2" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- reliability.md
+
+
+def test_reliability_commands_and_places(folder: Path) -> None:
+    for line in commands("reliability.md"):
+        run(line)
+    page = (REPOSITORY / "docs" / "reliability.md").read_text()
+    named = {name for row in re.findall(r"^\| ([a-z, -]+) \|", page, flags=re.MULTILINE) for name in row.split(", ")}
+    assert set(PLACES) <= named
+    assert all(f"`{name}" in page for name in inspect.signature(NanGuard).parameters)
