@@ -40,9 +40,10 @@ from alignment.compiled import uncompiled
 from alignment.experience import ADVANTAGE, BEFORE, REF_LOGPS
 from alignment.fusion_profile import HasProfile
 from alignment.logprobs import LogProbEngine
-from alignment.moments import local_part, nonfinite_state
+from alignment.moments import nonfinite_state
 from alignment.rollout import SAMPLER_LOGPS
 from alignment.skipped import Rerun, Skipped, origin
+from alignment.spread import local
 from alignment.tied_rows import gathering_gradients
 from alignment.update import optimizer_of, without_ddp_reduction
 
@@ -195,7 +196,7 @@ def _held(module: nn.Module) -> Iterator[Finding]:
     for place, named in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
         bad = [(name, tensor) for name, tensor in named if not finite(tensor)]
         for name, tensor in bad[:NAMED]:
-            values = local_part(tensor.detach())
+            values = local(tensor.detach())
             at = (~torch.isfinite(values)).nonzero()
             first = tuple(at[0].tolist())
             told = f"{name} is {float(values[first])} at {list(first)} ({len(at):,} of {values.numel():,} values)"
@@ -411,7 +412,7 @@ def _gradient_hook(heard: _Heard, name: str) -> Callable[[Tensor], None]:
 
 def finite(tensor: Tensor) -> bool:
     """Whether every value is; True for whole numbers."""
-    return not tensor.is_floating_point() or bool(torch.isfinite(local_part(tensor)).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(local(tensor)).all())
 
 
 def _gradients(module: nn.Module) -> str:

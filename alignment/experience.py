@@ -129,9 +129,10 @@ def per_token(
 def completion_metrics(batch: GroupBatch) -> Metrics:
     """Lengths in tokens under TRL's names, over all ranks. A collective: every rank calls it.
 
-        completions/mean_length, min_length, max_length    of all completions
-        completions/mean_terminated_length                 of those that ended by themselves
-        completions/clipped_ratio                          share that the length limit ended
+    completions/mean_length, min_length, max_length    of all completions
+    completions/mean_terminated_length                 of those that ended by themselves
+    completions/clipped_ratio                          share that the length limit ended
+    completions/repetition                             see `repetition`; of those with at least two 4-grams
     """
     lengths, cut = batch.completion_lengths.double().cpu(), batch.rows[TRUNCATED].bool().cpu()
     parts: Any = distributed.all_gather_objects((lengths.tolist(), cut.tolist()))
@@ -140,12 +141,30 @@ def completion_metrics(batch: GroupBatch) -> Metrics:
         "completions/mean_length": mean_of(lengths),
         "completions/mean_terminated_length": mean_of(lengths, ~cut),
         "completions/clipped_ratio": mean_of(cut.double()),
+        "completions/repetition": mean_of(*repetition(batch)),
     }
     if everyone:
         one = torch.ones((), dtype=torch.float64)
         for name, value in (("min", min(everyone)), ("max", max(everyone))):
             metrics[f"completions/{name}_length"] = (torch.tensor(value, dtype=torch.float64), one)
     return metrics
+
+
+def repetition(batch: GroupBatch, n: int = 4) -> tuple[Tensor, Tensor]:
+    """([N] share of a completion's n-grams of token ids that repeat an earlier one of it, [N] whether it has at least
+    two). Welleck et al. 2020 (arXiv 1908.04319), seq-rep-n: 0.005 for human text, near 1 for a word over and over."""
+    ids, row_of, lengths = batch.completion_ids.cpu(), batch.row_of().cpu(), batch.completion_lengths.cpu()
+    starts = max(0, len(ids) - n + 1)
+    inside = row_of[:starts] == row_of[len(ids) - starts :]  # an n-gram begins and ends in one completion
+    # A number for each n-gram of each completion, by a hash that wraps around: two share one once in 2^63 pairs.
+    key = row_of[:starts].clone()
+    for i in range(n):
+        key = key * 6364136223846793005 + 1442695040888963407 + ids[i : i + starts]
+    row_of = row_of[:starts][inside]
+    distinct, place = torch.unique(key[inside], return_inverse=True)
+    owner = torch.zeros_like(distinct).scatter(0, place, row_of)
+    grams, different = (rows.bincount(minlength=batch.num_completions) for rows in (row_of, owner))
+    return (grams - different) / grams.clamp(min=1), lengths > n
 
 
 def return_metrics(

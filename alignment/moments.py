@@ -8,11 +8,12 @@ fails, a read at every so many steps finds; a single step is enough for it to re
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from alignment.spread import local
 
 
 class MomentWatch:
@@ -64,18 +65,9 @@ def nonfinite_state(optimizer: torch.optim.Optimizer) -> tuple[int, str] | None:
     return None
 
 
-def local_part(value: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, any other as it is."""
-    sharded = sys.modules.get("torch.distributed.tensor")  # not imported before something is sharded
-    if sharded is None or not isinstance(value, sharded.DTensor):
-        return value
-    part: Tensor = value.to_local()
-    return part
-
-
 def _ends(value: Tensor) -> Tensor:
     """[2] smallest and largest value, NaN where there is one."""
-    value = local_part(value.detach())
+    value = local(value.detach())
     if not value.numel():
         return torch.zeros(2, dtype=torch.float64)
     return torch.stack(torch.aminmax(value if value.dtype == torch.float64 else value.float())).double()

@@ -31,6 +31,17 @@ class GradientListener(Protocol):
 
 
 @runtime_checkable
+class MetricListener(Protocol):
+    """A callback that wants what a module logs, as it logs it: of each window of training and of each evaluation, the
+    latter with `val/` or `test/` before their names. The same on every rank."""
+
+    def on_metrics(
+        self, trainer: L.Trainer, module: L.LightningModule, values: Mapping[str, float], step: int
+    ) -> None:
+        """`step`: at which loggers get them."""
+
+
+@runtime_checkable
 class StopSource(Protocol):
     """A callback that knows when a run was asked to leave, and how (`callbacks.Signals`). See `alignment.stopping`."""
 

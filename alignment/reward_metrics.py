@@ -2,6 +2,8 @@
 
 reward, reward_std                 mean of the summed scores; mean over groups of their deviation within the group
 rewards/NAME/mean, .../std         of one reward, over the completions it applies to; no deviation of fewer than two
+reward_length_slope                slope of the score on the length in tokens among the completions of a prompt: the
+                                   reward that a token more goes with. Left out where lengths do not differ
 frac_reward_zero_std               share of groups whose summed score does not differ within the group
 adv/zero_std/NAME                  the same for one reward: what collapses when rewards are summed shows here
 adv/active_groups                  groups with an advantage that is not 0
@@ -29,7 +31,7 @@ from alignment import distributed
 from alignment.advantages import RewardTable, all_ranks, spread
 from alignment.metrics import Metrics
 
-_WITHIN = frozenset(("frac_reward_zero_std", "zero_std", "distinct"))
+_WITHIN = frozenset(("frac_reward_zero_std", "reward_length_slope", "zero_std", "distinct"))
 """Parts of the names of metrics that compare the completions of a prompt."""
 
 
@@ -59,6 +61,7 @@ def reward_metrics(
     out = {
         "reward": _mean(scores),
         "reward_std": _mean(stats.std[known]),
+        "reward_length_slope": _length_slope(whole),
         "frac_reward_zero_std": _mean(stats.flat.double()),
         **_advantages(whole, advantages, first),
     }
@@ -89,6 +92,17 @@ def _advantages(whole: RewardTable, values: Tensor, before: Tensor) -> dict[str,
         "adv/distinct": torch.tensor(len(distinct) / whole.groups, dtype=torch.float64),
         "adv/batch_std": _deviation(before[scored]),
     }
+
+
+def _length_slope(whole: RewardTable) -> Tensor:
+    """Least squares over the completions with a score, both sides less their group's mean; NaN without a difference."""
+    scores = whole.scores
+    if whole.lengths is None:
+        return scores.new_full((), torch.nan)
+    lengths = torch.where(scores.isnan(), torch.nan, whole.lengths.double())
+    centred = [(v - whole.stats(v).mean[whole.group_of])[~scores.isnan()] for v in (scores, lengths)]
+    squares = (centred[1] ** 2).sum()
+    return (centred[0] * centred[1]).sum() / squares if squares > 0 else scores.new_full((), torch.nan)
 
 
 def _sizes(step: str, values: Tensor) -> dict[str, Tensor]:

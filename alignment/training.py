@@ -25,7 +25,7 @@ from alignment.errors import UserError
 from alignment.guard import FiniteGuard
 from alignment.metrics import Metrics, MetricWindow
 from alignment.optim import SMALL_BATCH, OptimConfig, build_optimizer, build_schedule, peak_lr, refresh
-from alignment.protocols import HasPurpose, SizedBatches
+from alignment.protocols import HasPurpose, MetricListener, SizedBatches
 from alignment.resume import rewind, settle, stand_at
 from alignment.schedulable import LR, Moved, Schedulable, Schedulables
 from alignment.settings import as_config, holds_callable, plain
@@ -220,6 +220,7 @@ class TrainingMixin(L.LightningModule):
 
     def _log_training_window(self, *, epoch: bool = False) -> None:
         values = self._train_window.flush(self.device)
+        self._tell(values, self._logged_step - epoch)
         # Lightning logs a value again and again until a new one comes: what this window has not seen must go.
         results: Any = self.trainer._results
         for key, item in list(results.items()):
@@ -228,6 +229,17 @@ class TrainingMixin(L.LightningModule):
         # The window has summed over ranks already; at an epoch's end Lightning warns unless it may do so again.
         for name, value in values.items():
             self.log(name, value, prog_bar=name in self.shown, batch_size=1, sync_dist=epoch)
+
+    @property
+    def _logged_step(self) -> int:
+        """Step at which Lightning logs; at an epoch's end the one before."""
+        return int(self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _tell(self, values: Mapping[str, float], step: int) -> None:
+        """Listeners get what is about to be logged."""
+        for callback in self.trainer.callbacks if values else ():  # type: ignore[attr-defined]
+            if isinstance(callback, MetricListener):
+                callback.on_metrics(self.trainer, self, values, step)
 
     def note_update(self, *, loss: float, grad_norm: float, lr: float, metrics: Metrics) -> None:
         """Called by `update` with numbers that are the same on every rank, and with this rank's metrics."""
@@ -241,6 +253,10 @@ class TrainingMixin(L.LightningModule):
         if distributed.rank() == 0:
             one = torch.ones((), dtype=torch.float64)
             self._train_window.update({k: (torch.tensor(v, dtype=torch.float64), one) for k, v in values.items()})
+
+    def note_own(self, metrics: Metrics) -> None:
+        """Metrics of this rank alone, as (sum, count)."""
+        self._train_window.update(metrics)
 
     def note_batch_size(self, groups: float) -> None:
         """Warn once about a batch so small that gradients are noisy. `groups` counts over all ranks."""
@@ -293,7 +309,10 @@ class TrainingMixin(L.LightningModule):
         if self.loss_terms:
             values["loss"] = sum(weight * values[name] for name, weight in self.loss_terms.items())
         values |= self.derived_metrics(values)
-        self.log_dict({f"{stage}/{k}": v for k, v in values.items()}, batch_size=1, sync_dist=True)
+        named = {f"{stage}/{k}": v for k, v in values.items()}
+        if not self.trainer.sanity_checking:
+            self._tell(named, self._logged_step)
+        self.log_dict(named, batch_size=1, sync_dist=True)
 
     # ------------------------------------------------------------------ optimizer and schedule
 

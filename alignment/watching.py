@@ -33,6 +33,14 @@ class HasLastMetrics(HasSchedulables, Protocol):
 
 
 @runtime_checkable
+class Observed(HasSchedulables, Protocol):
+    """A module that tells `alignment.protocols.MetricListener`s what it logs: `alignment.training.TrainingMixin`."""
+
+    def note_own(self, metrics: Metrics) -> None:
+        """Metrics of this rank alone, as (sum, count)."""
+
+
+@runtime_checkable
 class HasPairs(HasSchedulables, Protocol):
     """A module that learns from preference pairs of a data set: `modules.DPO`, `modules.SimPO` and their relatives.
 

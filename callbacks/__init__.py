@@ -1,6 +1,7 @@
 """One callback per file, each importable as `callbacks.Name`."""
 
 from callbacks.checkpoint import Checkpoint
+from callbacks.doctor import Doctor
 from callbacks.dynamic_beta import BatchBeta, PlateauBeta, TargetKL
 from callbacks.focus_reward import FocusReward
 from callbacks.fp8 import Fp8PolicyArchive, Fp8Training
@@ -23,6 +24,7 @@ __all__ = [
     "FSDP2",
     "BatchBeta",
     "Checkpoint",
+    "Doctor",
     "FocusReward",
     "Fp8PolicyArchive",
     "Fp8Training",

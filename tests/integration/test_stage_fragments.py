@@ -27,7 +27,7 @@ LOGGED = {
 
 
 def test_all_are_here() -> None:
-    others = {"default", "nan_guard", "several_rewards"}
+    others = {"default", "doctor", "fp8_archive", "fp8_training", "nan_guard", "several_rewards"}
     assert {path.stem for path in FOLDER.glob("*.yaml")} - others == set(LOGGED)
     page = (REPOSITORY / "docs" / "stages.md").read_text()
     assert all(f"configs/callbacks/{name}.yaml" in page for name in LOGGED)

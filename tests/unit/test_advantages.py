@@ -266,6 +266,7 @@ def test_metrics_of_the_golden_batch() -> None:
     assert (metrics["adv/active_groups"], metrics["adv/distinct"]) == (2, 3.5)
     assert (metrics["strata/easy/reward"], metrics["strata/hard/reward"]) == (1.0, 0.75)
     assert metrics["strata/hard/share"] == 0.5
+    assert "reward_length_slope" not in metrics  # nothing is known of lengths
     # within the first group the advantages are (r1 + r2) rescaled, in the second r1 itself
     assert metrics["adv/corr/r1"] > metrics["adv/corr/r2"] > 0
 
@@ -302,3 +303,21 @@ def test_a_reward_that_abstains_has_no_mean_and_no_deviation() -> None:
 def test_metrics_of_an_empty_batch_are_absent() -> None:
     empty = RewardTable(rewards=torch.zeros(0, 1), weights=torch.ones(1), group_of=torch.zeros(0).long(), groups=0)
     assert reward_metrics(empty, torch.zeros(0), ["r"]) == {}
+
+
+def test_the_slope_of_the_score_on_the_length() -> None:
+    """Group one: scores -1, 0, 1 about their mean at lengths -2, 0, 2; two: one length; three: one score without a
+    reward, so -1/2, 1/2 at -1, 1. Together (2 + 2 + 1/2 + 1/2) / (4 + 4 + 1 + 1)."""
+    rewards = RewardTable(
+        rewards=torch.tensor([[1.0], [2.0], [3.0], [0.0], [1.0], [5.0], [6.0], [torch.nan]]),
+        weights=torch.ones(1),
+        group_of=torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
+        groups=3,
+        lengths=torch.tensor([2, 4, 6, 3, 3, 7, 9, 50]),
+    )
+    found = reward_metrics(rewards, torch.zeros(8), ["r"])["reward_length_slope"]
+    assert float(found[0] / found[1]) == pytest.approx(0.5)
+    same = replace(rewards, lengths=torch.full((8,), 4))
+    assert "reward_length_slope" not in reward_metrics(same, torch.zeros(8), ["r"])
+    alone = replace(rewards, group_of=torch.arange(8), groups=8)
+    assert "reward_length_slope" not in reward_metrics(alone, torch.zeros(8), ["r"])
