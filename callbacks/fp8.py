@@ -7,7 +7,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from alignment import float8
 from alignment.errors import UserError
@@ -73,7 +73,11 @@ class Fp8PolicyArchive(Callback):
             pl_module.log("fp8/logp_error", self._error, batch_size=1)
 
     def _store(self, name: str, module: L.LightningModule, *, pinned: bool = False) -> None:
-        self.archive.store(name, module, pinned=pinned)
+        try:
+            self.archive.store(name, module, pinned=pinned)
+        except UserError as error:  # weights that are not finite, with which no run is ended here: that is a guard's
+            rank_zero_warn(f"{name} is not archived: {error}")
+            return
         if isinstance(module, HasEngine) and not any(map(is_spread, module.parameters())):
             self._error = logp_error(self.archive, name, module, module.engine)["mean"]
 

@@ -69,6 +69,21 @@ class Watch(L.Callback):
 # ---------------------------------------------------------------------- past policies
 
 
+class Damage(L.Callback):
+    """Puts NaN into a weight after the third step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 3:
+            next(module.parameters()).data.view(-1)[0] = torch.nan
+
+
+def test_weights_without_codes_do_not_end_the_run(tmp_path: Path) -> None:
+    kept = Fp8PolicyArchive(every_n_steps=1)
+    with pytest.warns(UserWarning, match="step-3 is not archived: .* not finite"):
+        run(sft(), tmp_path, [Damage(), kept], batches=3)
+    assert kept.archive.names == ("start", "step-1", "step-2")
+
+
 @pytest.mark.parametrize("lora", [None, LoRAConfig(r=4)], ids=["whole", "lora"])
 def test_it_keeps_the_start_and_the_last_ones_and_changes_nothing(lora: LoRAConfig | None, tmp_path: Path) -> None:
     kept, watch, rows = Fp8PolicyArchive(every_n_steps=2, keep=2), Watch(), Rows()

@@ -33,7 +33,7 @@ from alignment.rewards import RewardSpec
 from alignment.tracking import TrackingLogger
 from benchmarks import nonfinite
 from benchmarks.nonfinite import NAN, PLACES, Place
-from callbacks import Checkpoint, NanGuard
+from callbacks import Checkpoint, Fp8PolicyArchive, NanGuard
 from modules import GRPO, SFT
 from tests.loops import Recorder
 from tests.rl_toys import fit, online
@@ -201,6 +201,24 @@ def test_going_back_to_an_archived_policy(tmp_path: Path, caplog: pytest.LogCapt
     moved = {n: (stays.weights[5][n] - stays.weights[4][n]).abs().max() for n in stays.weights[4]}
     assert max(float(value) for value in moved.values()) == pytest.approx(OPTIM.lr, rel=1e-2)
     assert {float(s["step"]) for s in module.trainer.optimizers[0].state.values()} == {4.0}  # batches 5 to 8
+
+
+def test_going_back_to_fp8_codes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The policy after two steps, but for the rounding of its matrices to e4m3: 1/17 of a weight, or half the spacing
+    of the smallest codes, 2^-10 amax / 448. Vectors are kept as they are."""
+    stays = Stays(nonfinite.weight)
+    job(tmp_path, stays, Fp8PolicyArchive(every_n_steps=1), NanGuard(back_to="archive"))
+    assert "step-2 of the archive" in caplog.text
+    moved = False
+    for name, was in stays.weights[1].items():
+        now = stays.weights[4][name]
+        if was.dim() < 2:
+            assert torch.equal(now, was)
+        else:
+            bound = torch.maximum(was.abs() / 17, was.abs().max() / 448 * 2**-10)
+            assert bool(((now - was).abs() <= bound * (1 + 1e-5)).all())
+            moved |= not torch.equal(now, was)
+    assert moved
 
 
 def test_an_archive_that_is_empty_or_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
