@@ -108,7 +108,7 @@ class ReferencedMixin(SyncedMixin):
         """The same for a batch of any size, read in micro-batches: for one that will be read more than once."""
         places = torch.arange(len(batch.completion_ids), device=batch.device)
         found: dict[str, Tensor] = {}
-        for micro in batch.with_tokens(**{_PLACE: places}).split(self.micro_batch_tokens):
+        for micro in self.micro_batches(batch.with_tokens(**{_PLACE: places})):
             told = self.with_reference(micro).tokens
             for name in sorted(told.keys() - micro.tokens.keys()):
                 found.setdefault(name, told[name].new_zeros(len(places)))[micro.tokens[_PLACE]] = told[name]

@@ -139,12 +139,27 @@ def test_the_quickstarts_files_are_complete_runs(capsys: pytest.CaptureFixture[s
     assert config["trainer"]["callbacks"][0]["class_path"] == "callbacks.Checkpoint"
 
 
-@pytest.mark.parametrize("file", sorted((CONFIGS / "trainer").glob("*.yaml")), ids=lambda file: file.name)
+TRAINERS = sorted((CONFIGS / "trainer").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", TRAINERS, ids=lambda file: file.name)
 def test_trainer_fragments_parse(capsys: pytest.CaptureFixture[str], workdir: Path, file: Path) -> None:
+    """Most are what `--trainer` takes; those of sharding add a callback and are configurations for `-c`."""
     assert file.read_text().startswith("# ")
-    trainer = resolved(capsys, *RUN[:-2], "--trainer", str(file))["trainer"]
-    given = {key: trainer[key] for key in yaml.safe_load(file.read_text())}
-    assert given == yaml.safe_load(file.read_text())
+    written = yaml.safe_load(file.read_text())
+    whole = "trainer" in written
+    words = ["fit", "-c", str(CONFIGS / "dpo.yaml"), "-c"] if whole else [*RUN[:-2], "--trainer"]
+    trainer = resolved(capsys, *words, str(file))["trainer"]
+    settings = written["trainer"] if whole else written
+    added = [each["class_path"] for each in settings.pop("callbacks+", [])]
+    assert {each["class_path"] for each in trainer["callbacks"] or []} >= set(added)
+    strategy = settings.pop("strategy", None)
+    if isinstance(strategy, dict):
+        assert trainer["strategy"]["class_path"] == strategy["class_path"]
+        assert trainer["strategy"]["init_args"].items() >= strategy["init_args"].items()
+    else:
+        assert strategy in (None, trainer["strategy"])
+    assert {key: trainer[key] for key in settings} == settings
 
 
 # ---------------------------------------------------------------------- what is importable
