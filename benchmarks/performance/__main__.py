@@ -6,6 +6,7 @@
     memory       peak memory over the vocabulary, and over the batch at a fixed micro-batch
     scaling      time over batch, group, prompt, completion, vocabulary and processes
     start        from nothing to the end of the first step
+    profile      where a step of ours spends its time
 
 Without a part all of them. Both sides train the same model on the same rows in processes of their own that take turns:
 a step of the one, a step of the other, never two at once. TRL's environments are made on first use (PyPI). Numbers are

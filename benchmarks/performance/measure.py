@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment import cli
-from benchmarks.performance import equality, peers
+from benchmarks.performance import equality, peers, shares
 from benchmarks.performance.turns import Worker, alternate
 from benchmarks.performance.workloads import WIDE, WORKLOADS, Workload, specify, write_spec
 
@@ -185,4 +185,20 @@ def start(bench: Bench, repeats: int = 3) -> Numbers:
     return found
 
 
-PARTS: Mapping[str, Callable[[Bench], Numbers]] = {"memory": memory, "scaling": scaling, "start": start}
+def profile(bench: Bench) -> Numbers:
+    """Shares of a step of ours by kind of operator, for every workload of a processor, in bf16-mixed."""
+    found: Numbers = {}
+    for name, work in WORKLOADS.items():
+        if not work.gpu:
+            spec = specify(replace(work, id=f"profile-{name}"), bench.work, 2, dtype="bf16-mixed", profile=True)
+            step = bench.alone("ours", spec)["steps"][-1]
+            found[name] = shares.by_kind(step["operators"], step["seconds"])
+    return found
+
+
+PARTS: Mapping[str, Callable[[Bench], Numbers]] = {
+    "memory": memory,
+    "scaling": scaling,
+    "start": start,
+    "profile": profile,
+}

@@ -76,7 +76,10 @@ def configuration(spec: dict[str, Any]) -> dict[str, Any]:
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "callbacks": [
-                {"class_path": "benchmarks.performance.waiting.Turns", "init_args": {"threads": spec["threads"]}}
+                {
+                    "class_path": "benchmarks.performance.waiting.Turns",
+                    "init_args": {"threads": spec["threads"], "profile": spec.get("profile", False)},
+                }
             ],
         },
     }

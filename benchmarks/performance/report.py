@@ -172,6 +172,12 @@ def equality_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(["what", "ours", "TRL's", "difference", "bound", "within"], lines)
 
 
+def profile_lines(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    kinds = list(next(iter(found.values())))
+    rows = [[name, *(f"{shares[kind]:.0%}" for kind in kinds)] for name, shares in found.items()]
+    return table(["workload", *kinds], rows)
+
+
 # ------------------------------------------------------------------------------------------------- page
 
 
@@ -193,6 +199,8 @@ def write(numbers: Mapping[str, Part], page: Path, readme: Path, images: Path) -
         section("Workloads", workloads[0], body)
     if "equality" in numbers:
         section("The same numbers first", "equality", equality_lines(numbers["equality"]["found"]))
+    if "profile" in numbers:
+        section("Where a step spends its time", "profile", profile_lines(numbers["profile"]["found"]))
     if "memory" in numbers:
         section("Memory", "memory", memory_lines(numbers["memory"]["found"]))
     if "start" in numbers:

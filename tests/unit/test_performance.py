@@ -15,7 +15,7 @@ import torch
 from alignment import cli
 from benchmarks.online.bench import read_lines
 from benchmarks.performance import __main__ as command
-from benchmarks.performance import limit, measure, ours, report, turns
+from benchmarks.performance import limit, measure, ours, report, shares, turns
 from benchmarks.performance.limit import Ceiling
 from benchmarks.performance.workloads import (
     LARGE,
@@ -109,6 +109,41 @@ def test_our_side_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert cli.main(["fit", "-c", "config.yaml"]) == 0
     assert len(said) == 2
     assert len(read_lines(Path(spec["data"]))) == 4
+
+
+def test_the_second_step_tells_its_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[list[tuple[str, float]]] = []
+
+    class Kept:
+        def ready(self) -> bool:
+            return True
+
+        def done(self, operators: list[tuple[str, float]], **info: object) -> bool:
+            said.append(operators)
+            return True
+
+    monkeypatch.setattr(turns, "current", Kept)
+    monkeypatch.chdir(tmp_path)
+    spec = specify(tiny("W3"), tmp_path, steps=2, profile=True)
+    Path("config.yaml").write_text(json.dumps(ours.configuration(spec)))
+    assert cli.main(["fit", "-c", "config.yaml"]) == 0
+    assert said[0] == []
+    assert dict(said[1])["aten::mm"] > 0
+    assert any("attention" in name for name, _ in said[1])
+
+
+def test_shares_of_a_step() -> None:
+    """Of 10 s: 4 in products, 2 in attention, 1 in AdamW, 1 of a sort, 0.5 of copies and 0.5 of sums; 1 elsewhere."""
+    operators = [
+        ("aten::mm", 3.0), ("aten::addmm", 1.0), ("aten::_scaled_dot_product_flash_attention_for_cpu", 2.0),
+        ("aten::_fused_adamw_", 1.0), ("aten::sort", 1.0), ("aten::copy_", 0.5), ("aten::sum", 0.5),
+    ]  # fmt: skip
+    assert shares.by_kind(operators, 10.0) == pytest.approx(
+        {"attention": 0.2, "products": 0.4, "optimizer": 0.1, "sampling, log-probs": 0.1, "copies, lookups": 0.05,
+         "elements": 0.05, "outside operators": 0.1}
+    )  # fmt: skip
+    line = report.profile_lines({"W9": shares.by_kind(operators, 10.0)})[-1]
+    assert line == "| W9 | 20% | 40% | 10% | 10% | 5% | 5% | 10% |"
 
 
 def made_up(ours_peak: int) -> dict[str, object]:
