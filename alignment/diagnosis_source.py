@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,16 @@ class Log:
         title: of the run, in a few words. rows: as they were logged; what a resumed run did again counts once.
         held_out: names of rewards with weight 0, which the policy is not trained on.
         note: for the user, "" without any.
+        settings: the resolved configuration, dotted key -> value as text; in MLflow a run's parameters.
+        folder: of the run; None in MLflow.
     """
 
     title: str
     rows: list[Row]
     held_out: tuple[str, ...] = field(default=())
     note: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 def own_names(values: Mapping[str, float]) -> dict[str, float]:
@@ -132,11 +136,14 @@ def of_folder(folder: Path, others: int = 0) -> Log:
             step = int(values.pop("step"))
             values.pop("time", None)
             rows.append((step, own_names(values)))
+    config = _configured(folder)
     return Log(
         title=f"run {runs.label(folder, record)}",
         rows=settled(rows),
-        held_out=_weightless(_configured(folder)),
+        held_out=_weightless(_rewards(config)),
         note=_more(others),
+        settings=dict(_flat(config)),
+        folder=folder,
     )
 
 
@@ -145,12 +152,27 @@ def _more(others: int) -> str:
 
 
 def _configured(folder: Path) -> Mapping[str, Any]:
-    """name -> reward, of the run's resolved configuration; none where it has none."""
+    """The run's resolved configuration; empty where it has none."""
     try:
         config = yaml.safe_load((folder / "config" / "fit.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return {}
-    model = config.get("model") if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and values as text; entries of a list are numbered."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if inner is None or not value:
+        yield key, str(value)
+        return
+    for name, below in inner:
+        yield from _flat(below, f"{key}.{name}" if key else str(name))
+
+
+def _rewards(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """name -> reward."""
+    model = config.get("model")
     settings = model.get("init_args", {}) if isinstance(model, dict) else {}
     rewards = settings.get("rewards") if isinstance(settings, dict) else None
     return rewards if isinstance(rewards, dict) else {}
@@ -192,6 +214,7 @@ def of_mlflow(name: str, tracking_uri: str) -> Log:
         rows=settled((step, own_names(values)) for (_, step), values in grouped.items()),
         held_out=tuple(reward for reward, weight in weights.items() if _is_zero(weight)),
         note=_more(others),
+        settings=run.data.params,
     )
 
 
