@@ -19,6 +19,8 @@ SUBCOMMANDS = {
     "advise": ("alignment.advise_command", "which algorithm to start with, what it costs, and its configuration"),
     "ui": ("alignment.ui", "open the MLflow UI on this machine (127.0.0.1)"),
     "fetch": ("alignment.fetch", "bring a small real model without a hub: alignment fetch smollm2"),
+    "generate": ("alignment.generate_command", "replies to a file of prompts: alignment generate FILE OUT --model last"),
+    "chat": ("alignment.chat_command", "talk to a model, a run or a checkpoint: alignment chat last"),
     "export": ("alignment.export_command", "a checkpoint as a transformers folder: alignment export last OUT"),
     "doctor": ("alignment.doctor_command", "what went wrong in a run, and what to change: alignment doctor last"),
     "compare": ("alignment.compare_command", "metrics, settings and replies of runs side by side"),

@@ -28,7 +28,7 @@ from alignment.checkpoint import checkpoint_of
 from alignment.checkpoint_folder import load_checkpoint_folder
 from alignment.errors import UserError
 from alignment.fp8 import Fp8Archive
-from alignment.heads import preference
+from alignment.heads import Heads, preference
 from alignment.heads_file import HasHeads, SavedHeads, of_checkpoint, write_heads
 from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer
 from alignment.settings import as_config
@@ -106,6 +106,22 @@ def export(
         model.generation_config = generation_config(model, trained.tokenizer)
     write_model(model, trained.tokenizer, out, heads)
     return out
+
+
+def trained_policy(
+    checkpoint: str | Path, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The policy of a checkpoint (or of a run's last one) to sample from: in eval mode, LoRA merged, heads in it.
+
+    Raises as `export` does.
+    """
+    trained = _from_checkpoint(Path(checkpoint), trust_remote_code, None)
+    model = _merged(trained).eval()
+    if trained.heads is not None:
+        heads = Heads(trained.heads.spec)
+        heads.load_state_dict(dict(trained.heads.tensors))
+        heads.to(model.device).attach(model)
+    return model, trained.tokenizer
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

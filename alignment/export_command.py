@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from alignment import runs
 from alignment.errors import UserError
 from alignment.export import export
 from alignment.heads_file import FOLDER as HEADS
 from alignment.reward_export import export_reward, is_reward_model
+from alignment.runs import named_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", help="of `last` and `best`: only runs of this module, for example modules.GRPO")
     given = parser.parse_args(argv)
     wanted = {key: value for key in ("run_name", "model") if (value := getattr(given, key)) is not None}
-    checkpoint = _find(given.checkpoint, given.root, wanted)
+    checkpoint = named_checkpoint(given.checkpoint, given.root, wanted)
     merge = given.merge_lora == "true"
     weights = _weights(given.weights)
     if is_reward_model(checkpoint):
@@ -69,21 +69,3 @@ def _weights(text: str | None) -> dict[str, float] | None:
         return {str(name): float(weight) for name, weight in values.items()}
     except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"--weights is '{text}'; give a number for each name: '{{kind: 2, short: 1}}'") from error
-
-
-def _find(name: str, root: Path, wanted: dict[str, str]) -> Path:
-    """The folder meant by a path, or by `last` or `best` in the newest run below `root` that has such a checkpoint."""
-    if name not in ("last", "best"):
-        if wanted:
-            raise UserError(f"--{next(iter(wanted))} chooses among runs, and '{name}' is one checkpoint")
-        return Path(name)
-    if "model" in wanted and "." not in wanted["model"]:
-        wanted = {**wanted, "model": f"modules.{wanted['model']}"}
-    found = runs.find_checkpoint(name, root, None, **wanted)
-    if found is None:
-        asked = "".join(f" with {key} {value}" for key, value in wanted.items())
-        raise UserError(f"no run{asked} below {root / 'runs'} has a {name} checkpoint; give its folder")
-    print(f"{name} is {found.checkpoint}, of run {runs.label(found.folder, found.record)}")
-    if found.note:
-        print(found.note)
-    return found.checkpoint

@@ -106,6 +106,24 @@ def find_checkpoint(name: str, root: Path, experiment: str | None, **wanted: Any
     return None
 
 
+def named_checkpoint(name: str, root: Path, wanted: dict[str, str]) -> Path:
+    """The folder meant by a path, or by `last` or `best` in the newest run below `root` that has such a checkpoint."""
+    if name not in ("last", "best"):
+        if wanted:
+            raise UserError(f"--{next(iter(wanted))} chooses among runs, and '{name}' is one checkpoint")
+        return Path(name)
+    if "model" in wanted and "." not in wanted["model"]:
+        wanted = {**wanted, "model": f"modules.{wanted['model']}"}
+    found = find_checkpoint(name, root, None, **wanted)
+    if found is None:
+        asked = "".join(f" with {key} {value}" for key, value in wanted.items())
+        raise UserError(f"no run{asked} below {root / 'runs'} has a {name} checkpoint; give its folder")
+    print(f"{name} is {found.checkpoint}, of run {label(found.folder, found.record)}")
+    if found.note:
+        print(found.note)
+    return found.checkpoint
+
+
 def label(folder: Path, record: dict[str, Any]) -> str:
     """A run in a line: the name of its folder, its module, and what the user called it."""
     words = [record.get("model"), f"'{record['run_name']}'" if record.get("run_name") else None]
