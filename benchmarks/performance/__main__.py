@@ -6,6 +6,7 @@
     memory       peak memory over the vocabulary, and over the batch at a fixed micro-batch
     scaling      time over batch, group, prompt, completion, vocabulary and processes
     start        from nothing to the end of the first step
+    versions     the other version of TRL on every workload that was measured before
     profile      where a step of ours spends its time
 
 Without a part all of them. Both sides train the same model on the same rows in processes of their own that take turns:
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = ["equality", *WORKLOADS, *measure.PARTS]
+    names = ["equality", *WORKLOADS, "versions", *measure.PARTS]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)}; none: all")
     parser.add_argument("--pairs", type=int, default=5, help="steps of each side that count, after one that does not")
     parser.add_argument("--work", type=Path, default=Path(".cache/performance"), help="models, rows, logs")
@@ -81,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
                 found: Any = bench.equality()
             elif part in WORKLOADS:
                 found = bench.workload(WORKLOADS[part])
+            elif part == "versions":
+                found = measure.versions(bench, numbers)
             else:
                 found = measure.PARTS[part](bench)
             numbers[part] = {"machine": where, "ceiling": report.rates(ceiling), "found": found}

@@ -170,6 +170,22 @@ def scaling(bench: Bench) -> Numbers:
     return found
 
 
+def versions(bench: Bench, numbers: Mapping[str, Numbers]) -> Numbers:
+    """Workloads that were measured against one version of the peer -> seconds of a step of the other version with the
+    settings that were taken; None where it does not run."""
+    found: Numbers = {}
+    for name, work in WORKLOADS.items():
+        if name not in numbers or work.gpu or work.kind == "ppo":  # only one version has a PPO trainer
+            continue
+        (other,) = set(peers.VERSIONS) - {work.peer}
+        spec = specify(replace(work, id=f"versions-{name}"), bench.work, WARM + 1, **numbers[name]["found"]["settings"])
+        try:
+            found[name] = {"version": other, "seconds": bench.alone("theirs", spec, other)["seconds"]}
+        except RuntimeError as error:
+            found[name] = {"version": other, "seconds": None, "why": str(error).strip().splitlines()[-1]}
+    return found
+
+
 def start(bench: Bench, repeats: int = 3) -> Numbers:
     """Seconds from nothing to the end of the first step of DPO, in turns."""
     work = replace(WORKLOADS["W3"], id="start")

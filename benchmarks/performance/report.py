@@ -172,6 +172,17 @@ def equality_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(["what", "ours", "TRL's", "difference", "bound", "within"], lines)
 
 
+def version_lines(numbers: Mapping[str, Part]) -> list[str]:
+    """Of the workloads, beside what the taken version took when it was tuned."""
+    lines = []
+    for name, other in numbers["versions"]["found"].items():
+        taken = min(numbers[name]["found"]["tried"].values())
+        seconds = other["seconds"]
+        said = f"does not run: {other['why']}" if seconds is None else f"{seconds:.2f}"
+        lines.append([name, WORKLOADS[name].peer, f"{taken:.2f}", other["version"], said])
+    return table(["workload", "TRL", "s", "the other", "s"], lines)
+
+
 def profile_lines(found: Mapping[str, Mapping[str, float]]) -> list[str]:
     kinds = list(next(iter(found.values())))
     rows = [[name, *(f"{shares[kind]:.0%}" for kind in kinds)] for name, shares in found.items()]
@@ -197,6 +208,8 @@ def write(numbers: Mapping[str, Part], page: Path, readme: Path, images: Path) -
     if workloads:
         body = [*workload_table(numbers), "", "What was tried for TRL:", "", *settings_table(numbers)]
         section("Workloads", workloads[0], body)
+    if "versions" in numbers:
+        section("The other version of TRL", "versions", version_lines(numbers))
     if "equality" in numbers:
         section("The same numbers first", "equality", equality_lines(numbers["equality"]["found"]))
     if "profile" in numbers:

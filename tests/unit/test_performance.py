@@ -200,6 +200,26 @@ def test_the_peer_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert list(tried.values()) == list(seconds.values())
 
 
+def test_the_other_version_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def alone(bench: measure.Bench, side: str, spec: dict[str, object], version: str) -> dict[str, float]:
+        asked.append((spec["dtype"], version))
+        if len(asked) == 2:
+            raise RuntimeError("first\nno such trainer")
+        return {"seconds": 4.25}
+
+    monkeypatch.setattr(measure, "specify", lambda work, folder, steps, **changes: changes)
+    monkeypatch.setattr(measure.Bench, "alone", alone)
+    numbers = {name: made_up(1 << 30) for name in ("W3", "W4", "W9")}
+    found = measure.versions(measure.Bench(work=tmp_path, peers=tmp_path, pairs=1), numbers)
+    assert asked == [("fp32", "1.12.0")] * 2
+    assert report.version_lines({**numbers, "versions": {"found": found}})[2:] == [
+        "| W3 | 1.16.0 | 4.00 | 1.12.0 | 4.25 |",
+        "| W4 | 1.16.0 | 4.00 | 1.12.0 | does not run: no such trainer |",
+    ]
+
+
 def test_the_readme_shows_what_was_measured(tmp_path: Path) -> None:
     """Table and page are those of the kept numbers."""
     numbers = json.loads(Path("reports/performance.json").read_text())
