@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "export": ("alignment.export_command", "a checkpoint as a transformers folder: alignment export last OUT"),
     "doctor": ("alignment.doctor_command", "what went wrong in a run, and what to change: alignment doctor last"),
     "tune": ("alignment.tuning.command", "search settings: alignment tune -c CONFIG --space SPACE --objective METRIC=max"),
+    "evaluate": ("alignment.evaluation.command", "measure a model: alignment evaluate last -c configs/evaluate/support.yaml"),
     "compare": ("alignment.compare_command", "metrics, settings and replies of runs side by side"),
     "soup": ("alignment.soup_command", "a mixture of models: alignment soup MODEL MODEL OUT --weights 0.3,0.7"),
 }

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchmetrics.functional.text import sacre_bleu_score
 
 from alignment import world
 from alignment.batches import Group, GroupBatch
 from alignment.chat import end_ids
+from alignment.diversity import distinct, self_bleu
 from alignment.export import export
 from alignment.local_rollout import LocalRollout
 from alignment.logprobs import evaluating
@@ -210,21 +210,6 @@ def _of_tokens(module: GeneralizedRPO, batch: GroupBatch) -> dict[str, float]:
         tokens += int(micro.scored.sum())
         pairs += int(neighbours(micro).sum())
     return {"entropy_own": entropy / max(tokens, 1), "smooth_own": jumps / max(pairs, 1)}
-
-
-def distinct(replies: Sequence[str], n: int) -> float:
-    """Different n-grams of words over all n-grams of these replies; 0 where there is none."""
-    words = [reply.lower().split() for reply in replies]
-    grams = [tuple(reply[i : i + n]) for reply in words for i in range(len(reply) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 0.0
-
-
-def self_bleu(said: Sequence[Sequence[str]]) -> float:
-    """Corpus BLEU-4 (13a tokens, lower case) of all replies, each against the others to its prompt: n-grams are counted
-    over all of them, since BLEU of a single short reply is 0 as soon as it shares no four words. Needs two replies."""
-    texts = [reply for replies in said for reply in replies]
-    others = [[*replies[:i], *replies[i + 1 :]] for replies in said for i in range(len(replies))]
-    return float(sacre_bleu_score(texts, others, lowercase=True))
 
 
 # ---------------------------------------------------------------------- the study

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.generalized_rpo import clear, differences, distinct, interval, report, self_bleu, signed
+from alignment.diversity import distinct, self_bleu
+from benchmarks.generalized_rpo import clear, differences, interval, report, signed
 
 
 def test_distinct_n_grams() -> None:
