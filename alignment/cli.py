@@ -26,6 +26,7 @@ SUBCOMMANDS = {
     "tune": ("alignment.tuning.command", "search settings: alignment tune -c CONFIG --space SPACE --objective METRIC=max"),
     "evaluate": ("alignment.evaluation.command", "measure a model: alignment evaluate last -c configs/evaluate/support.yaml"),
     "compare": ("alignment.compare_command", "metrics, settings and replies of runs side by side"),
+    "completion": ("alignment.completion", 'shell completion: eval "$(alignment completion bash)"'),
     "soup": ("alignment.soup_command", "a mixture of models: alignment soup MODEL MODEL OUT --weights 0.3,0.7"),
 }
 """name -> (module whose `main(argv)` runs it, one line of help)"""
