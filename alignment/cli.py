@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from alignment import __version__
 from alignment.cli_errors import CommandLineError, is_for_user, one_line, suggest
-from alignment.importing import collecting_no_garbage
+from alignment.importing import collecting_no_garbage, signal_later
 
 SUBCOMMANDS = {
     "fit": ("alignment.lightning_cli", "train: alignment fit -c configs/dpo.yaml [--model.beta 0.2 ...]"),
@@ -67,6 +67,7 @@ def _dispatch(args: list[str]) -> int:
         meant = suggest(name, SUBCOMMANDS)
         hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(SUBCOMMANDS)}"
         raise CommandLineError(f"no subcommand '{name}'; {hint}")
+    signal_later()
     with collecting_no_garbage():
         module = importlib.import_module(SUBCOMMANDS[name][0])
     return int(module.main(args if name in _TRAINER else args[1:]))

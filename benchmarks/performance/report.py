@@ -48,7 +48,7 @@ class Result:
 
     @property
     def reached(self) -> str:
-        if self.ratio < self.work.bar or self.memory > self.work.memory:
+        if self.ratio < self.work.bar or (self.work.memory is not None and self.memory > self.work.memory):
             return "no"
         return "goal" if self.ratio >= self.work.goal else "yes"
 

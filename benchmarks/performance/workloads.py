@@ -66,7 +66,8 @@ class Workload:
     rows: of the data in a step: texts, pairs, prompts. completions: sampled per prompt.
     prompt, completion: tokens; of sft 0, whose lengths are drawn. mean: of completions that end by themselves; None:
         all are as long as they may be. flat: share of prompts whose completions all get the same reward.
-    bar, goal: the peer's time over ours. memory: our memory over the peer's, at most. gpu: needs one.
+    bar, goal: the peer's time over ours. memory: our memory over the peer's,
+        at most; None: no bar. gpu: needs one.
     """
 
     id: str
@@ -83,7 +84,7 @@ class Workload:
     peer: str = "1.16.0"
     bar: float
     goal: float
-    memory: float = 1.0
+    memory: float | None = None
     gpu: bool = False
 
 

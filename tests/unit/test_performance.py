@@ -168,7 +168,9 @@ def test_report(tmp_path: Path) -> None:
     assert result.faster
     assert result.reached == "goal"
     assert result.tokens == 8 * (256 + 2 * 64)  # a second a step
-    assert report.Result(WORKLOADS["W3"], made_up(3 << 30)).reached == "no"  # more memory than the peer
+    assert report.Result(WORKLOADS["W4"], made_up(1 << 30)).reached == "yes"  # half of the peer's memory
+    assert report.Result(WORKLOADS["W4"], made_up((1 << 30) + 1)).reached == "no"
+    assert report.Result(WORKLOADS["W3"], made_up(3 << 30)).reached == "goal"  # it has no bar of memory
     assert report.Result(replace(WORKLOADS["W3"], bar=4.5), made_up(1 << 30)).reached == "no"
     page, readme = tmp_path / "page.md", tmp_path / "README.md"
     readme.write_text("before <!-- performance -->old<!-- end --> after")

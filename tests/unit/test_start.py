@@ -35,3 +35,20 @@ def test_a_plain_run_imports_nothing_it_does_without(tmp_path: Path) -> None:
     assert imported(*plain, cwd=tmp_path) == []
     # and the names are those under which what a run does need is found
     assert "peft" in imported(*plain, "--model.policy.lora.r", "2", cwd=tmp_path)
+
+
+def test_scipy_signal_waits_until_it_is_used() -> None:
+    """Nothing of torchmetrics loads it; whoever uses it gets the module itself, also by the names of its submodules."""
+    code = (
+        "import sys; from alignment.importing import signal_later; signal_later(); import torchmetrics, inspect;"
+        "inspect.getmodule(inspect.currentframe());"
+        "print(type(sys.modules['scipy.signal']).__name__);"
+        "import scipy.signal as early;"
+        "import scipy.signal.windows;"
+        "from scipy.signal import convolve;"
+        "import scipy;"
+        "print(scipy.signal is sys.modules['scipy.signal'], type(scipy.signal).__name__, *convolve([1, 2], [1, 1]));"
+        "print(*early.hamming(3).round(2), early.convolve is convolve)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["Later", "True module 1 3 2", "0.08 1.0 0.08 True"], done.stderr
