@@ -147,6 +147,7 @@ _SAFE_KL = {"coefficient": 0.2, "estimator": "k1", "place": "reward", "target": 
 _GRPO = Run(
     name="grpo", module="GRPO", data="PromptData", settings={"completions": 8}, batch_size=16, monitor=_SCORED
 )
+_PCGRAD = {**_GRPO.settings, "combine": "pcgrad"}
 _TWO_TERMS = "DPO with a floor under the entropy of replies and smooth token probabilities."
 _OF_ITSELF = "Preferences train the policy itself: no reward model, no sampling."
 _SCORES_ANY = "A reward model scores replies that no pair shows."
@@ -284,7 +285,7 @@ TREE = Ask(
                         ),
                         "opposed": Choice(
                             title="MORL with PCGrad",
-                            runs=(replace(_GRPO, name="morl", module="MORL", settings={"completions": 8, "combine": "pcgrad"}),),
+                            runs=(replace(_GRPO, name="morl", module="MORL", settings=_PCGRAD),),
                             because=(
                                 "Gradients of rewards are taken apart, and what contradicts another is projected out.",
                                 "Compare it with GDPO, which costs less: one gradient in place of one per reward.",

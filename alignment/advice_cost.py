@@ -1,9 +1,9 @@
 """About how much memory and time an advised run needs, before anything of it exists.
 
-Memory is `alignment.memory`'s estimate. Time counts products of matrices: 2 FLOP per weight and token of a forward pass,
-three times that to train on the token; replies are sampled one token after another, for which the weights are read once
-a token and batch. The machine's rates are measured on the spot. A step reaches a share of that limit: 20 to 65 % of it
-on the workloads of reports/performance.md, which is why the time is a range.
+Memory is `alignment.memory`'s estimate. Time counts products of matrices: 2 FLOP per weight and token of a forward
+pass, three times that to train on the token; replies are sampled one token after another, for which the weights are
+read once a token and batch. The machine's rates are measured on the spot. A step reaches a share of that limit: 20 to
+65 % on the workloads of reports/performance.md, which is why the time is a range.
 """
 
 from __future__ import annotations

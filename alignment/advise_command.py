@@ -1,4 +1,4 @@
-"""`alignment advise`: which algorithm to start with, what it will cost on this machine, and a configuration that runs."""
+"""`alignment advise`: which algorithm to start with, what it will cost, and a configuration that runs."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", choices=list(question.answers), help=f"{question.text} {meaning}")
     parser.add_argument("--model", default="tiny", help="hub id, folder or GGUF file (default: a tiny one, to try out)")
     parser.add_argument("--data", default=WORLD, help="your rows (default: the built-in ones)")
-    parser.add_argument("--reward", action="append", metavar="NAME=PATH", help="a reward, such as right=my_rewards.right")
+    parser.add_argument("--reward", action="append", metavar="NAME=PATH", help="a reward: right=my_rewards.right")
     parser.add_argument("--reply_tokens", type=int, default=256, help="longest reply to sample (default: 256)")
-    parser.add_argument("--memory", type=float, metavar="GIB", help="of the machine it will run on (default: this one's)")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of the machine to run on (default: this one's)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--out", type=Path, default=Path("advised"), help="folder of the YAML files (default: advised)")
     parser.add_argument("--force", action="store_true", help="replace files of an earlier advice")
@@ -106,8 +106,8 @@ def _rewards(given: Sequence[str] | None, data: str, choice: Choice, count: str 
             raise UserError(f"{choice.title} needs rewards for your rows: --reward NAME=PATH, for example "
                             "--reward right=my_rewards.right (docs/rewards.md)")  # fmt: skip
         return _WORLD_REWARDS[count or "one"]
-    rewards = dict(text.split("=", 1) if "=" in text else ("", text) for text in given)
-    if "" in rewards or not all(rewards.values()):
+    rewards = {name: path for name, _, path in (text.partition("=") for text in given)}
+    if not all(rewards) or not all(rewards.values()):
         raise UserError(f"--reward takes NAME=PATH, for example right=my_rewards.right; got '{' '.join(given)}'")
     if count == "several" and len(rewards) < 2:
         raise UserError(f"{choice.title} is for several rewards; give --reward once for each")

@@ -21,10 +21,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="alignment chat", description=f"Talk to a model. {HELP}.", epilog="alignment chat last --temperature 0.7"
     )
-    parser.add_argument("model", nargs="?", default="last", help="hub id, folder, GGUF file, checkpoint, run, last, best")
+    parser.add_argument("model", nargs="?", default="last", help="hub id, folder, GGUF, checkpoint, run, last, best")
     parser.add_argument("--system", help="a system message before the conversation")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time")
-    parser.add_argument("--top_p", type=float, default=1.0, help="likeliest tokens up to this probability (default: all)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="likeliest tokens up to this share (default: all)")
     parser.add_argument("--max_tokens", type=int, default=256, help="most tokens of a reply (default: 256)")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--root", type=Path, default=Path("."), help="folder that holds `runs` (default: here)")
@@ -93,13 +93,13 @@ class Conversation:
         while self._room is not None and len(ids) + self._sampling["max_new_tokens"] > self._room:
             if len(self.turns) == 1:
                 self.turns.clear()
-                raise UserError(f"the message has {len(ids)} tokens; the model has room for {self._room}, reply included")
+                raise UserError(f"the message has {len(ids)} tokens, and the model has room for {self._room} in all")
             del self.turns[:2]
             ids = self._encoder.prompt([*self._before, *self.turns])
         prompt = torch.tensor([ids], device=self._loaded.model.device)
         streamer = TextStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with torch.no_grad():
-            out = self._loaded.model.generate(
+            out = self._loaded.model.generate(  # type: ignore[operator]
                 prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **self._sampling
             )
         said = str(self._loaded.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))

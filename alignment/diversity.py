@@ -16,9 +16,9 @@ def distinct(replies: Sequence[str], n: int) -> float:
 
 
 def self_bleu(said: Sequence[Sequence[str]]) -> float:
-    """Corpus BLEU-4 (13a tokens, lower case) of all replies, each against the others to its prompt, 0 to 1, less is more
-    diverse (Zhu et al. 2018, arXiv 1802.01886). N-grams are counted over all of them, since BLEU of a single short reply
-    is 0 as soon as it shares no four words. Needs two replies to each prompt."""
+    """Corpus BLEU-4 (13a tokens, lower case) of all replies, each against the others to its prompt; 0 to 1, less is
+    more diverse (Zhu et al. 2018, arXiv 1802.01886). N-grams are counted over all of them, since BLEU of a single short
+    reply is 0 as soon as it shares no four words. Needs two replies to each prompt."""
     texts = [reply for replies in said for reply in replies]
     others = [[*replies[:i], *replies[i + 1 :]] for replies in said for i in range(len(replies))]
     return float(sacre_bleu_score(texts, others, lowercase=True))

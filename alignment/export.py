@@ -116,7 +116,8 @@ def trained_policy(
     Raises as `export` does.
     """
     trained = _from_checkpoint(Path(checkpoint), trust_remote_code, None)
-    model = _merged(trained).eval()
+    model = _merged(trained)
+    model.eval()  # type: ignore[no-untyped-call]
     if trained.heads is not None:
         heads = Heads(trained.heads.spec)
         heads.load_state_dict(dict(trained.heads.tensors))

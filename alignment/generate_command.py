@@ -53,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("file", help="prompts in any form that datamodules.PromptData reads (docs/data.md)")
     parser.add_argument("out", type=Path, help="file to write; it appears complete or not at all")
-    parser.add_argument("--model", default="last", help="hub id, folder, GGUF file, checkpoint, run, last (default), best")
+    parser.add_argument("--model", default="last", help="hub id, folder, GGUF, checkpoint, run, last (default)")
     parser.add_argument("--samples", type=int, default=1, help="replies to each prompt (default: 1)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the likeliest token each time")
-    parser.add_argument("--top_p", type=float, default=1.0, help="likeliest tokens up to this probability (default: all)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="likeliest tokens up to this share (default: all)")
     parser.add_argument("--max_tokens", type=int, default=256, help="most tokens of a reply (default: 256)")
     parser.add_argument("--max_rows", type=int, help="prompts to answer (default: all)")
     parser.add_argument("--system", help="a system message before every prompt")
@@ -98,7 +98,8 @@ def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
     count = 0
     try:
         with partial.open("w", encoding="utf-8", errors="replace") as file:
-            for count, row in enumerate(rows, 1):
+            for row in rows:
+                count += 1
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

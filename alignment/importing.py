@@ -62,8 +62,6 @@ def signal_later() -> None:
         return
 
     def hamming(*args: Any, **kwargs: Any) -> Any:
-        from scipy.signal import windows
-
-        return windows.hamming(*args, **kwargs)
+        return importlib.import_module("scipy.signal.windows").hamming(*args, **kwargs)
 
     sys.modules[name] = Later(name, {"hamming": hamming})

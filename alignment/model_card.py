@@ -53,19 +53,22 @@ def _text(name: str, checkpoint: Path, run: Path | None, config: Mapping[str, An
     model = config.get("model") or {}
     base = ((model.get("init_args") or {}).get("policy") or {}).get("name")
     module = str(model.get("class_path", "")).rpartition(".")[2]
-    head: dict[str, Any] = {"library_name": "transformers", "tags": ["lightning-alignment", *filter(None, [module.lower()])]}
+    tags = ["lightning-alignment", *([module.lower()] if module else [])]
+    head: dict[str, Any] = {"library_name": "transformers", "tags": tags}
     head |= {"license": licence} if licence else {}
     head |= {"base_model": base} if _on_hub(base) else {}
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", ""]
     made = f"Trained with {module}" if module else "Trained"
-    lines += [f"{made} from `{base}`" if base else made, f"by lightning-alignment {__version__}; {checkpoint.name}.", ""]
+    lines += [f"{made} from `{base}`" if base else made]
+    lines += [f"by lightning-alignment {__version__}; {checkpoint.name}.", ""]
     lines += [f"Licence: {licence or _UNKNOWN}.", ""]
     lines += _run_lines(run)
     lines += _data_lines(config.get("data") or {})
     lines += _metric_lines(run)
     if config:
         text = yaml.safe_dump(dict(config), sort_keys=False).rstrip()
-        lines += ["## Configuration", "", "`alignment fit -c` this file repeats the run.", "", "```yaml", text, "```", ""]
+        lines += ["## Configuration", "", "`alignment fit -c` this file repeats the run.", ""]
+        lines += ["```yaml", text, "```", ""]
     return "\n".join(lines)
 
 
@@ -145,5 +148,6 @@ def push(out: Path, repository: str, *, private: bool) -> str:
         address = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=str(out))
     except Exception as error:  # whatever its client raises for a network or a refusal: the export is done all the same
-        raise UserError(f"'{out}' is exported, but the hub did not take it as '{repository}': {one_line(error)}") from error
+        why = one_line(error)
+        raise UserError(f"'{out}' is exported, but the hub did not take it as '{repository}': {why}") from error
     return str(address)

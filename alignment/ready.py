@@ -14,7 +14,7 @@ from alignment.export import generation_config, trained_policy
 from alignment.heads_file import FOLDER as HEADS
 from alignment.heads_file import load_fused
 from alignment.local_rollout import LocalRollout
-from alignment.policy import LoRAConfig, PolicyConfig, load_policy, load_tokenizer
+from alignment.policy import LoRAConfig, PolicyConfig, base_model, load_policy, load_tokenizer
 from alignment.runs import named_checkpoint
 from alignment.sources import adapter_config
 
@@ -61,9 +61,10 @@ def ready(name: str, root: Path = Path("."), *, device: str | None = None, dtype
             base = adapter_config(folder).base_model_name_or_path
             config = PolicyConfig(name=str(base), dtype=dtype, lora=LoRAConfig(pretrained=name))  # type: ignore[arg-type]
         loaded = load_policy(config)
-        model = loaded.merge_and_unload() if isinstance(loaded, PeftModel) else loaded
+        model = base_model(loaded.merge_and_unload() if isinstance(loaded, PeftModel) else loaded)
         tokenizer = load_tokenizer(config)
     model.generation_config = generation_config(model, tokenizer)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Ready(model=model.eval().to(where), tokenizer=tokenizer)
+    model.eval()  # type: ignore[no-untyped-call]
+    return Ready(model=model.to(where), tokenizer=tokenizer)  # type: ignore[arg-type]
 

@@ -101,7 +101,6 @@ class Subject:
     def reward_model(self) -> SequenceClassifier:
         """Scores of prompts with completions; a mean of members where it is an ensemble."""
         from alignment.reward_export import export_reward
-        from alignment.rewards.model import SequenceClassifier
 
         if not self._is_checkpoint:
             return _classifier(Path(self._place), self.device)

@@ -88,7 +88,8 @@ def build(name: str, settings: Mapping[str, Any]) -> Task:
     open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
     if not open_ended and (unknown := sorted(set(arguments) - set(known))):
         meant = suggest(unknown[0], known)
-        raise UserError(f"{name}: {kind} has no setting '{unknown[0]}'" + (f"; did you mean '{meant}'?" if meant else ""))
+        hint = f"; did you mean '{meant}'?" if meant else ""
+        raise UserError(f"{name}: {kind} has no setting '{unknown[0]}'{hint}")
     needed = [n for n, p in known.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if missing := sorted(set(needed) - set(arguments)):
         raise UserError(f"{name}: {kind} needs {', '.join(missing)}")

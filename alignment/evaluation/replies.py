@@ -92,7 +92,7 @@ class Replies:
                 columns = [batch.columns[g].get(self.category) for g in owners]
                 categories += [None if c is None else str(c) for c in columns]
         metrics = {"length": statistics.fmean(lengths), "truncated": statistics.fmean(cut)}
-        intervals = {}
+        intervals: dict[str, tuple[float, float]] = {}
         for name, found in values.items():
             more, between = self._of(name, found, categories)
             metrics |= more

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="alignment tune",
         description="Run `alignment fit` with different settings and keep the best. Words it does not know go to "
         "`alignment fit` of every run.",
-        epilog="alignment tune -c configs/dpo.yaml --space configs/tune/beta.yaml --objective val/rewards/accuracies=max",
+        epilog="alignment tune -c configs/dpo.yaml --space configs/tune/beta.yaml --objective val/loss=min",
     )
     parser.add_argument("-c", "--config", action="append", required=True, help="of the runs; several, as for fit")
     parser.add_argument("--space", action="append", type=Path, required=True, help="YAML of what is searched; several")

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from alignment.tuning.plan import Plan
 from alignment.tuning.space import Value, overlay
 
 if TYPE_CHECKING:
-    import optuna
+    from optuna import Study
+    from optuna.trial import FrozenTrial
 
     from alignment.tuning.population import Member
 
@@ -35,7 +37,7 @@ def write_overlay(plan: Plan, path: Path, values: Mapping[str, Value], why: str)
 # ------------------------------------------------------------------------------------------------- a search
 
 
-def write_search(plan: Plan, study: optuna.Study) -> list[Path]:
+def write_search(plan: Plan, study: Study) -> list[Path]:
     """Every file of a finished search: best.yaml, or pareto_N.yaml with several objectives; trials.json; pictures."""
     files = []
     for place, trial in enumerate(best_trials(study)):
@@ -50,7 +52,7 @@ def write_search(plan: Plan, study: optuna.Study) -> list[Path]:
     return [*files, plan.folder / "trials.json", *draw_search(plan, study)]
 
 
-def best_trials(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
+def best_trials(study: Study) -> list[FrozenTrial]:
     """The best one, or with several objectives those that no other one beats in all of them."""
     if len(study.directions) == 1:
         return [study.best_trial] if any(t.state.name == "COMPLETE" for t in study.trials) else []
@@ -61,7 +63,7 @@ def scores(plan: Plan, values: Sequence[float]) -> str:
     return ", ".join(f"{metric} {value:.4g}" for metric, value in zip(plan.objectives, values, strict=True))
 
 
-def draw_search(plan: Plan, study: optuna.Study) -> list[Path]:
+def draw_search(plan: Plan, study: Study) -> list[Path]:
     """History and importance of each objective; with two or three of them the Pareto front. A picture that cannot be
     drawn (too few trials, one setting) is left out."""
     from optuna.visualization import matplotlib as plots
@@ -73,15 +75,12 @@ def draw_search(plan: Plan, study: optuna.Study) -> list[Path]:
         if len(plan.objectives) > 1:
             target = {"target": lambda trial, place=place: trial.values[place], "target_name": metric}
         mark = f"_{place + 1}" if len(plan.objectives) > 1 else ""
-        found += _picture(plan, f"history{mark}", lambda target=target: plots.plot_optimization_history(study, **target))
+        found += _picture(plan, f"history{mark}", partial(plots.plot_optimization_history, study, **target))
         if len(finished) > 2 and len(plan.space) > 1:
-            found += _picture(
-                plan, f"importance{mark}", lambda target=target: plots.plot_param_importances(study, **target)
-            )
+            found += _picture(plan, f"importance{mark}", partial(plots.plot_param_importances, study, **target))
     if len(plan.objectives) in (2, 3):
-        found += _picture(
-            plan, "pareto", lambda: plots.plot_pareto_front(study, target_names=list(plan.objectives))
-        )
+        front = partial(plots.plot_pareto_front, study, target_names=list(plan.objectives))
+        found += _picture(plan, "pareto", front)
     return found
 
 

@@ -49,7 +49,7 @@ class Plan:
         if wrong or not self.objectives:
             raise UserError("an objective is METRIC=max or METRIC=min, for example val/loss=min")
         if self.logger.get("class_path") != LOGGER:
-            raise UserError(f"a study reads what runs log in their folders: trainer.logger must be {LOGGER}, the default")
+            raise UserError(f"a study reads what runs log in their folders: trainer.logger must be {LOGGER}")
 
     @property
     def logger(self) -> Mapping[str, Any]:

@@ -1,9 +1,9 @@
 """Population-based training: Jaderberg et al. 2017, arXiv 1711.09846.
 
 Several runs train side by side. After every `interval` batches each is validated; the worst quarter continues from the
-checkpoint of one of the best quarter, with that one's values, each times 0.8 or 1.25 (choices: one step along the list).
-So values move while the best run trains. The learning rate is constant between two moves: a schedule over a run's
-length would have none.
+checkpoint of one of the best quarter, with that one's values, each times 0.8 or 1.25 (choices: one step along the
+list). So values move while the best run trains. The learning rate is constant between two moves: a schedule over a
+run's length would have none.
 """
 
 from __future__ import annotations

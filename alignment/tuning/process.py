@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -83,11 +84,9 @@ class FitProcess:
         from alignment.checkpoint import CheckpointError, resolve
 
         folder = self.folder
-        try:
+        with contextlib.suppress(CheckpointError):
             if folder is not None:
                 return resolve("last", folder / _CHECKPOINTS)
-        except CheckpointError:
-            pass
         raise RunFailed(f"{self.name} left no checkpoint; the configuration needs callbacks.Checkpoint")
 
     def _new_rows(self) -> Iterator[tuple[int, Metrics]]:
@@ -114,19 +113,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """With its children. A run that still goes may save first."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def resolved(words: Sequence[str]) -> dict[str, Any]:
-    """What `alignment fit` would run with: every setting with its value. Raises UserError with the mistake in `words`."""
+    """What `alignment fit` would run with: every setting. Raises UserError with the mistake in `words`."""
     done = subprocess.run([*FIT, *words, "--print_config"], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()]

@@ -14,7 +14,8 @@ from alignment.tuning.process import RunFailed, Stopped
 from alignment.tuning.space import Dimension, Range, Space, Value
 
 if TYPE_CHECKING:
-    import optuna
+    from optuna import Study, Trial
+    from optuna.trial import FrozenTrial
 
 HEARTBEAT_SECONDS = 15
 """How often a running trial says that it is alive; one that was killed counts as failed after twice that."""
@@ -34,7 +35,7 @@ def optuna_module() -> Any:
     return optuna
 
 
-def open_study(plan: Plan, *, prune: bool) -> optuna.Study:
+def open_study(plan: Plan, *, prune: bool) -> Study:
     """The study of a plan, new or as it was left. Raises UserError where it was made for other objectives."""
     optuna = optuna_module()
     plan.folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +44,7 @@ def open_study(plan: Plan, *, prune: bool) -> optuna.Study:
         grace_period=2 * HEARTBEAT_SECONDS,
     )  # fmt: skip
     single = len(plan.objectives) == 1
-    study = optuna.create_study(
+    study: Study = optuna.create_study(
         study_name=plan.name,
         storage=storage,
         load_if_exists=True,
@@ -59,12 +60,12 @@ def open_study(plan: Plan, *, prune: bool) -> optuna.Study:
     return study
 
 
-def suggest(trial: optuna.Trial, space: Space) -> dict[str, Value]:
+def suggest(trial: Trial, space: Space) -> dict[str, Value]:
     """Values for a trial."""
     return {key: _suggest(trial, key, dimension) for key, dimension in space.items()}
 
 
-def _suggest(trial: optuna.Trial, key: str, dimension: Dimension) -> Value:
+def _suggest(trial: Trial, key: str, dimension: Dimension) -> Value:
     if not isinstance(dimension, Range):
         return trial.suggest_categorical(key, dimension.values)
     if dimension.whole:
@@ -72,13 +73,13 @@ def _suggest(trial: optuna.Trial, key: str, dimension: Dimension) -> Value:
     return trial.suggest_float(key, dimension.low, dimension.high, log=dimension.log)
 
 
-def done(study: optuna.Study) -> int:
+def done(study: Study) -> int:
     """Trials that count: finished or pruned."""
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in study.trials)
 
 
 def search(
-    plan: Plan, study: optuna.Study, *, trials: int, jobs: int, parent: str | None, tell: Callable[[str], None]
+    plan: Plan, study: Study, *, trials: int, jobs: int, parent: str | None, tell: Callable[[str], None]
 ) -> None:
     """Run trials until `trials` of the study count, `jobs` at a time.
 
@@ -89,7 +90,7 @@ def search(
     mistakes: list[UserError] = []
     (metric,) = plan.objectives if len(plan.objectives) == 1 else (None,)
 
-    def objective(trial: optuna.Trial) -> tuple[float, ...]:
+    def objective(trial: Trial) -> tuple[float, ...]:
         values = suggest(trial, plan.space)
         name = f"{plan.name}-{trial.number}"
         trial.set_user_attr(RUN, name)
@@ -117,7 +118,7 @@ def search(
         tell(f"trial {trial.number}: {_words(plan, found)}")
         return tuple(found)
 
-    def enough(study: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+    def enough(study: Study, trial: FrozenTrial) -> None:
         if plan.stopping.is_set() or done(study) >= trials:
             study.stop()
 

@@ -25,7 +25,7 @@ Value = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Numbers from `low` to `high`, both included; whole ones where both are. `log`: equal ratios are equally likely."""
+    """Numbers from `low` to `high`, whole ones where both are. `log`: equal ratios are equally likely."""
 
     low: float
     high: float
@@ -61,7 +61,7 @@ Space = Mapping[str, Dimension]
 
 
 def read(paths: Sequence[Path], config: Mapping[str, Any]) -> dict[str, Dimension]:
-    """The space of some YAML files over a resolved configuration; a key of a later file replaces that of an earlier one.
+    """The space of some YAML files over a resolved configuration; of a key in several the last file counts.
 
     Raises UserError for a key that the configuration has not, and for a dimension that is none.
     """
@@ -99,7 +99,8 @@ def _dimension(where: str, given: Any, own: Value) -> Dimension:
     if {"low", "high"} <= names <= {"low", "high", "log"} and _number(given["low"]) and _number(given["high"]):
         found = Range(low=given["low"], high=given["high"], log=bool(given.get("log", False)))
         if found.low >= found.high or (found.log and found.low <= 0):
-            raise UserError(f"{where}: low must be below high, and above 0 with log; got {found.low:g} and {found.high:g}")
+            got = f"{found.low:g} and {found.high:g}"
+            raise UserError(f"{where}: low must be below high, and above 0 with log; got {got}")
         return found
     raise UserError(f"{where} is {given}; give {{low, high, log}}, {{choices}} with two or more, or {{around: 0.2}}")
 

@@ -208,7 +208,7 @@ def profile(bench: Bench) -> Numbers:
         if not work.gpu:
             spec = specify(replace(work, id=f"profile-{name}"), bench.work, 2, dtype="bf16-mixed", profile=True)
             step = bench.alone("ours", spec)["steps"][-1]
-            found[name] = shares.by_kind(step["operators"], step["seconds"])
+            found[name] = shares.by_kind(step["operators"], step["profiled"])
     return found
 
 

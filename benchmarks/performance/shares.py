@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,17 +38,21 @@ class OneStep:
 
     def __init__(self) -> None:
         self._profile: Any = None
+        self._begun = 0.0
 
     def begin(self) -> None:
         from torch.profiler import ProfilerActivity, profile
 
         self._profile = profile(activities=[ProfilerActivity.CPU])
         self._profile.__enter__()
+        self._begun = time.perf_counter()
 
-    def end(self) -> list[tuple[str, float]]:
-        """(name, seconds without its callees) of every operator; [] when nothing was begun."""
+    def end(self) -> dict[str, Any]:
+        """`operators`: (name, seconds without its callees) of each; `profiled`: seconds between. {} when nothing was
+        begun. What the profiler does with its records afterwards is not in them."""
         if self._profile is None:
-            return []
+            return {}
+        seconds = time.perf_counter() - self._begun
         self._profile.__exit__(None, None, None)
         events, self._profile = self._profile.key_averages(), None
-        return [(event.key, event.self_cpu_time_total / 1e6) for event in events]
+        return {"operators": [(e.key, e.self_cpu_time_total / 1e6) for e in events], "profiled": seconds}

@@ -37,7 +37,7 @@ class Turns(Callback):
         loss = trainer.callback_metrics.get("train/loss")
         more: dict[str, Any] = {"vram_peak": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {}
         if self._profile is not None:
-            more["operators"] = self._profile.end()
+            more |= self._profile.end()
         self._go(turns.current().done(loss=None if loss is None else float(loss), **more))
         if self._profile is not None and batch_idx == 0:
             self._profile.begin()
