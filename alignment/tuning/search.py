@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 15
 """How often a running trial says that it is alive; one that was killed counts as failed after twice that."""
 STARTUP_TRIALS = 5
-"""Trials that are never pruned, and drawn at random."""
+"""Trials that are never pruned: of fewer a median says little."""
 RUN = "run"
 
 
@@ -49,7 +49,7 @@ def open_study(plan: Plan, *, prune: bool) -> Study:
         storage=storage,
         load_if_exists=True,
         directions=[MODES[mode] for mode in plan.objectives.values()],
-        sampler=optuna.samplers.TPESampler(seed=plan.seed, n_startup_trials=STARTUP_TRIALS),
+        sampler=optuna.samplers.TPESampler(seed=plan.seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP_TRIALS) if prune and single
         else optuna.pruners.NopPruner(),
     )  # fmt: skip

@@ -152,7 +152,7 @@ def test_a_machine_with_less_memory(workdir: Path, capsys: pytest.CaptureFixture
     model = ["--model=model", "--device=cpu"]
     assert main(["advise", *flags(answers), *model]) == 0
     fits = yaml.safe_load(Path("advised/dpo.yaml").read_text())["model"]["init_args"]
-    assert main(["advise", *flags(answers), *model, "--memory=0.0001"]) == 2
+    assert main(["advise", *flags(answers), *model, "--force", "--memory=0.0001"]) == 2
     assert "take a smaller model" in capsys.readouterr().err
     assert main(["advise", *flags(answers), *model, "--memory=0.012", "--force"]) == 0
     said = capsys.readouterr().out
