@@ -80,14 +80,16 @@ def test_a_checkpoint_a_run_and_an_adapter(workdir: Path) -> None:
 
 
 def test_a_policy_with_heads_answers_fused(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads begin at nothing, so they must have learned: from rewards that tell completions apart."""
+    """Heads begin at nothing and learn in every third step, from rewards that tell completions apart."""
     Path("tone.py").write_text("def odd(completion):\n    return len(completion) % 2\n"
                                "def size(completion):\n    return len(completion)\n")  # fmt: skip
     monkeypatch.syspath_prepend(str(workdir))
     config = str(REPOSITORY / "configs" / "decoupled_po.yaml")
     short = ["--model.completions=4", "--model.sampling.max_tokens=4", "--trainer.limit_val_batches=0"]
-    short += [f"--model.rewards={{{', '.join(f'{n}: {{reward: tone.{n}, in_process: true}}' for n in ('odd', 'size'))}}}"]
-    short += ["--model.optim.lr=0.01", "--model.optim.warmup_steps=0"]
+    here = "{{reward: tone.{0}, in_process: true}}".format
+    short += [f"--model.rewards={{odd: {here('odd')}, size: {here('size')}}}"]
+    short += ["--model.optim.lr=0.01", "--model.optim.warmup_steps=0", "--trainer.max_epochs=2"]
+    short += ["--trainer.max_steps=3"]
     assert main(["fit", "-c", config, *FIT, *short]) == 0
     assert main(["export", "last", "exported"]) == 0
     ids = torch.tensor([[5, 6, 7]])
