@@ -3,6 +3,7 @@
     base         what a task gets and gives; intervals
     likelihood   Perplexity, MultipleChoice, PreferenceAccuracy: log-probs, nothing is sampled
     replies      Replies (any rewards on sampled replies), Diversity
+    wins         PassAtK, WinRate
     harness      LmEval: tasks of lm-eval
     record       tables, the file, and the MLflow run they belong to
 """

@@ -23,6 +23,8 @@ TASKS = {
     "PreferenceAccuracy": "alignment.evaluation.likelihood",
     "Replies": "alignment.evaluation.replies",
     "Diversity": "alignment.evaluation.replies",
+    "PassAtK": "alignment.evaluation.wins",
+    "WinRate": "alignment.evaluation.wins",
     "LmEval": "alignment.evaluation.harness",
 }
 """Task -> module of its class; any other is an import path."""

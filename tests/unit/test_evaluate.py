@@ -253,9 +253,11 @@ def test_a_task_of_ones_own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_task_is_where_it_is_said() -> None:
     for kind in TASKS:
-        settings = {"path": "x", "rewards": {}, "tasks": ["t"]}
-        needed = {"LmEval": ("tasks",), "Replies": ("path", "rewards")}.get(kind, ("path",))
-        rewards = {"warm": "alignment.rewards.support.warmth"}
-        given = {key: rewards if key == "rewards" else settings[key] for key in needed}
+        warm = "alignment.rewards.support.warmth"
+        judge = {"endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}, "criteria": "Which?"}
+        settings = {"path": "x", "rewards": {"warm": warm}, "tasks": ["t"], "reward": warm, "judge": judge}
+        needed = {"LmEval": ("tasks",), "Replies": ("path", "rewards"), "PassAtK": ("path", "reward")}
+        needed["WinRate"] = ("path", "judge")
+        given = {key: settings[key] for key in needed.get(kind, ("path",))}
         assert hasattr(build("a", {"task": kind, **given}), "run")
     assert Result(metrics={}).table == ()
