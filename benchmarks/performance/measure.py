@@ -187,13 +187,13 @@ def versions(bench: Bench, numbers: Mapping[str, Numbers]) -> Numbers:
 
 
 def start(bench: Bench, repeats: int = 3) -> Numbers:
-    """Seconds from nothing to the end of the first step of DPO, in turns."""
+    """Seconds from nothing to the end of the first step of DPO, of ours and of both versions of the peer, in turns."""
     work = replace(WORKLOADS["W3"], id="start")
-    found: dict[str, list[float]] = {"ours": [], "theirs": []}
+    found: dict[str, list[float]] = {"ours": [], **{version: [] for version in peers.VERSIONS}}
     for _ in range(repeats):
-        for side, times in found.items():
-            spec = specify(work, bench.work, 1, **({"micro_batch": 1} if side == "theirs" else {}))
-            worker = bench.worker(side, spec)
+        for name, times in found.items():
+            spec = specify(work, bench.work, 1, **({} if name == "ours" else {"micro_batch": 1}))
+            worker = bench.worker("ours", spec) if name == "ours" else bench.worker("theirs", spec, name)
             ready = worker.start()
             step = worker.step()
             worker.stop()

@@ -66,8 +66,8 @@ class Workload:
     rows: of the data in a step: texts, pairs, prompts. completions: sampled per prompt.
     prompt, completion: tokens; of sft 0, whose lengths are drawn. mean: of completions that end by themselves; None:
         all are as long as they may be. flat: share of prompts whose completions all get the same reward.
-    bar, goal: the peer's time over ours. memory: our memory over the peer's,
-        at most; None: no bar. gpu: needs one.
+    peer: the version of TRL that is faster on it (part `versions`).
+    bar, goal: the peer's time over ours. memory: our memory over the peer's, at most; None: no bar. gpu: needs one.
     """
 
     id: str
@@ -81,7 +81,7 @@ class Workload:
     mean: int | None = None
     flat: float = 0.0
     rewards: tuple[str, ...] = ("cheap",)
-    peer: str = "1.16.0"
+    peer: str = "1.12.0"
     bar: float
     goal: float
     memory: float | None = None
@@ -106,12 +106,11 @@ WORKLOADS = {
                  goal=10.0),
         Workload(id="W8", title="GDPO, three rewards", kind="gdpo", rows=4, completions=8, prompt=256, completion=64,
                  rewards=("cheap", "slow", "raising"), bar=2.0, goal=4.0),
-        Workload(id="W9", title="PPO", kind="ppo", rows=16, prompt=256, completion=64, peer="1.12.0", bar=2.5,
-                 goal=6.0),
+        Workload(id="W9", title="PPO", kind="ppo", rows=16, prompt=256, completion=64, bar=2.5, goal=6.0),
         Workload(id="H1", title="GRPO, 0.6B parameters, one GPU", kind="grpo", shape=LARGE, rows=16, completions=8,
-                 prompt=256, completion=256, bar=3.0, goal=12.0, gpu=True),
+                 prompt=256, completion=256, peer="1.16.0", bar=3.0, goal=12.0, gpu=True),
         Workload(id="H2", title="DPO, 270M parameters, 262k vocabulary, one GPU", kind="dpo", shape=MIDDLE, rows=32,
-                 prompt=512, completion=128, bar=2.0, goal=4.0, gpu=True),
+                 prompt=512, completion=128, peer="1.16.0", bar=2.0, goal=4.0, gpu=True),
     )
 }  # fmt: skip
 
