@@ -58,9 +58,9 @@ def _aot_whole(
 
 
 @dpo_loss("aot", max_smoothing=0.5, whole=_aot_whole, weighable=False)
-def _aot(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _aot(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """Alignment via optimal transport, paired: the margins of the policy, as a distribution, dominate those of the
-    reference. Melnyk et al. 2024 (arXiv 2406.05882)."""
+    reference. Melnyk et al. 2024 (arXiv 2406.05882), who name no beta: the default is DPO's."""
     return smoothed(beta * (_policy_delta(pairs)[0] - pairs.whole["aot"]), smoothing)
 
 
@@ -74,7 +74,7 @@ def _aot_unpaired_whole(
 
 
 @dpo_loss("aot_unpaired", max_smoothing=0.5, whole=_aot_unpaired_whole, weighable=False)
-def _aot_unpaired(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _aot_unpaired(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """Alignment via optimal transport, unpaired: rewards of chosen completions, as a distribution, dominate those of
     rejected ones. Melnyk et al. 2024 (arXiv 2406.05882).
 
@@ -101,7 +101,7 @@ def _bco_whole(
 
 
 @dpo_loss("bco", whole=_bco_whole)
-def _bco(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _bco(pairs: PairLogRatios, beta: float | Tensor = 0.01, smoothing: float = 0.0) -> Tensor:
     """Binary classifier optimisation with its reward shift d, the mean over all batches trained on so far, this one
     included, of the mean reward of both sides. Jung et al. 2024 (arXiv 2404.04656), section 4; summed over the
     sides."""

@@ -5,8 +5,9 @@ A loss function returns one value per pair or row and never reduces over the bat
 divides by counts of the *whole* batch (`share`), so that micro-batches and ranks cannot change the result.
 
 To add a preference loss, write one function of a `PairLogRatios` and decorate it with `@dpo_loss("name")`, or give its
-import path as the name (`loss: my_losses.squared_hinge`). The rest of the family is in `alignment.preference_losses`
-and `alignment.batch_losses`; importing this module registers them all.
+import path as the name (`loss: my_losses.squared_hinge`). The defaults in its signature are those of runs with it. The
+rest of the family is in `alignment.preference_losses` and `alignment.batch_losses`; importing this module registers
+them all.
 """
 
 from __future__ import annotations
@@ -171,46 +172,48 @@ def margin_of(batch: GroupBatch, weights: Mapping[str, float]) -> Tensor:
 
 
 @dpo_loss("sigmoid", max_smoothing=0.5, differences=True)
-def _sigmoid(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _sigmoid(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """-log sigmoid(beta delta), Rafailov et al. 2023 (arXiv 2305.18290). With label smoothing e it is cDPO (Mitchell
     2023): -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta)."""
     return smoothed(beta * pairs.delta, smoothing)
 
 
 @dpo_loss("sigmoid_norm", max_smoothing=0.5, differences=True)
-def _sigmoid_norm(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
-    """-log sigmoid(beta * length-normalised delta), Tulu 3 (arXiv 2411.15124). Needs a larger beta, about 2 to 10."""
+def _sigmoid_norm(pairs: PairLogRatios, beta: float | Tensor = 5.0, smoothing: float = 0.0) -> Tensor:
+    """-log sigmoid(beta * length-normalised delta), Tulu 3 (arXiv 2411.15124), whose beta is 5."""
     return smoothed(beta * pairs.mean_delta, smoothing)
 
 
 @dpo_loss("hinge", differences=True)
-def _hinge(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
-    """max(0, 1 - beta delta), SLiC: Zhao et al. 2023 (arXiv 2305.10425)."""
+def _hinge(pairs: PairLogRatios, beta: float | Tensor = 0.05, smoothing: float = 0.0) -> Tensor:
+    """max(0, 1 - beta delta), SLiC's hinge (Zhao et al. 2023, arXiv 2305.10425) of log-ratios: hinge-norm of Liu et al.
+    2023 (arXiv 2309.06657), whose gamma is beta, 0.05."""
     return torch.relu(1 - beta * pairs.delta)
 
 
 @dpo_loss("ipo", differences=True)
-def _ipo(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
-    """(length-normalised delta - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036), normalised as in TRL."""
+def _ipo(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
+    """(length-normalised delta - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036), normalised as in TRL. The paper
+    has bandits alone, at a beta (its tau) of 0.1, 0.5 and 1."""
     return (pairs.mean_delta - 1 / (2 * beta)) ** 2
 
 
 @dpo_loss("ipo_sum", differences=True)
-def _ipo_sum(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _ipo_sum(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """(delta - 1 / (2 beta))^2: the paper's own form, on summed log-ratios."""
     return (pairs.delta - 1 / (2 * beta)) ** 2
 
 
 @dpo_loss("robust", max_smoothing=0.5, differences=True)
-def _robust(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _robust(pairs: PairLogRatios, beta: float | Tensor = 0.01, smoothing: float = 0.1) -> Tensor:
     """[-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2e), unbiased when a share e of the labels
-    is flipped: Chowdhury et al. 2024 (arXiv 2403.00409)."""
+    is flipped, a tenth by default: Chowdhury et al. 2024 (arXiv 2403.00409)."""
     logits = beta * pairs.delta
     return (-(1 - smoothing) * F.logsigmoid(logits) + smoothing * F.logsigmoid(-logits)) / (1 - 2 * smoothing)
 
 
 @dpo_loss("modpo", max_smoothing=0.5, margins=True, differences=True)
-def _modpo(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _modpo(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """-log sigmoid((beta delta - margin) / share): the preferences' own objective learns what the other objectives'
     rewards, weighted, do not explain. Zhou et al. 2024 (arXiv 2310.03708)."""
     assert pairs.margin is not None, "margins are checked when the loss is chosen"

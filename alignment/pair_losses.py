@@ -1,17 +1,22 @@
 """What a loss of preference pairs may look at, and the register of such losses by name.
 
+A loss is a function with its paper's defaults: of beta, of label smoothing and of its settings, in its signature.
+
 The losses themselves: `alignment.losses` (DPO and its closest relatives), `alignment.preference_losses` (the rest of
 the family), `alignment.batch_losses` (those that look at the whole batch). P pairs, as in `alignment.batches`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
+
+from alignment.named import is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +68,11 @@ class PairLogRatios:
 
 
 PairLossFn = Callable[..., Tensor]
-"""fn(pairs, beta, label_smoothing, *, settings) -> [P]; its settings are keyword-only and have the paper's defaults.
-beta is one number for all pairs, or [P]."""
+"""fn(pairs, beta, label_smoothing, *, settings) -> [P]; its settings are keyword-only. beta is one number for all
+pairs, or [P]. What has a default in the signature may be left out of a configuration: it is the paper's."""
+
+BETA, SMOOTHING = 0.1, 0.0
+"""Of losses without a default of their own: those of DPO's paper."""
 
 WholeFn = Callable[[PairLogRatios, Tensor, float | Tensor, dict[str, float], bool], Mapping[str, Tensor]]
 """fn(pairs of the whole batch over all ranks, their weights [P], beta, memory, learn) -> name -> [P].
@@ -97,6 +105,22 @@ class DPOLoss:
     weighable: bool = True
     reference: bool = True
     positive: tuple[str, ...] = ()
+
+    @property
+    def beta(self) -> float | None:
+        """Its own default. None: it has none."""
+        return self._default(1)
+
+    @property
+    def smoothing(self) -> float | None:
+        """Its own default of label smoothing. None: it has none, or no use for label smoothing."""
+        return self._default(2) if self.max_smoothing > 0 else None
+
+    def _default(self, place: int) -> float | None:
+        """Of the parameter at this place of the function."""
+        parameters = inspect.signature(self.fn).parameters.values()
+        found = [p.default for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return float(found[place]) if place < len(found) and is_number(found[place]) else None
 
 
 DPO_LOSSES: dict[str, DPOLoss] = {}

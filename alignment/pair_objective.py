@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from alignment.divergences import Divergence, check_divergence, under
 from alignment.errors import UserError
 from alignment.losses import check_margins
 from alignment.named import imported, is_number
-from alignment.pair_losses import DPO_LOSSES, DPOLoss, PairLogRatios
+from alignment.pair_losses import BETA, DPO_LOSSES, SMOOTHING, DPOLoss, PairLogRatios
 
 MIX = "a mix is a mapping, loss -> weight, for example {sigmoid: 0.8, bco_pair: 0.2, sft: 1.0}"
 
@@ -26,11 +26,13 @@ class PairObjective:
 
     Attributes:
         weights: loss -> weight in the sum; one loss has weight 1.
+        beta, label_smoothing: what training begins with. own: those of them that nobody gave.
 
     Args:
         loss: name or import path of a loss, or a mix: name -> weight.
         settings: keyword arguments of the losses; each goes to those of the mix that have it.
-        beta, label_smoothing: what training begins with. In a mix label smoothing reaches the losses that know it.
+        beta, label_smoothing: None: the loss's own, in a mix that of its first loss that has one, else BETA and
+            SMOOTHING. In a mix label smoothing reaches the losses that know it.
         margins: data column -> weight, see `alignment.losses.check_margins`.
         divergence, alpha: see `alignment.divergences`.
         weighted: pairs will be weighed by what the policy thinks of them (WPO).
@@ -44,8 +46,8 @@ class PairObjective:
         loss: str | Mapping[str, float],
         settings: Mapping[str, Any] | None = None,
         *,
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
+        beta: float | None = None,
+        label_smoothing: float | None = None,
         margins: Mapping[str, float] | None = None,
         divergence: Divergence = "reverse_kl",
         alpha: float = 0.5,
@@ -55,9 +57,13 @@ class PairObjective:
         self.weights = {loss: 1.0} if isinstance(loss, str) else check_mix(loss)
         self._losses = {name: find(name) for name in self.weights}
         self._divergence, self._alpha = divergence, alpha
-        if not 0 < beta < math.inf:
-            raise UserError(f"beta is {beta}; it must be positive, and finite")
-        self._check_smoothing(label_smoothing)
+        self.beta = self._first("beta", BETA) if beta is None else beta
+        self.label_smoothing = self._first("smoothing", SMOOTHING) if label_smoothing is None else label_smoothing
+        self.own = {"beta": self.beta} if beta is None else {}
+        self.own |= {"label_smoothing": self.label_smoothing} if label_smoothing is None else {}
+        if not 0 < self.beta < math.inf:
+            raise UserError(f"beta is {self.beta}; it must be positive, and finite")
+        self._check_smoothing(self.label_smoothing)
         marginal = [name for name, entry in self._losses.items() if entry.margins]
         check_margins(next(iter(marginal or self.weights)), margins or {})
         check_divergence(divergence, alpha)
@@ -72,6 +78,11 @@ class PairObjective:
         if weighted:
             self._check_weighable()
         self._fns = self._with_settings(dict(settings or {}))
+
+    def _first(self, what: Literal["beta", "smoothing"], otherwise: float) -> float:
+        """The default of the first loss that has one of its own."""
+        found = [getattr(entry, what) for entry in self._losses.values()]
+        return next((float(value) for value in found if value is not None), otherwise)
 
     def _check_weighable(self) -> None:
         if self.matched:

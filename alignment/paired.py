@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from alignment import distributed
@@ -58,6 +59,20 @@ class PairedMixin(PolicyMixin):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.loss_memory: dict[str, float] = {}
+
+    def setup(self, stage: str) -> None:
+        """What beta and label smoothing came to where the loss's own count: told, and from now on the hyper-parameter,
+        in the log and in checkpoints."""
+        super().setup(stage)
+        own = {name: v for name, v in self.pair_loss.own.items() if name in self.hparams and self.hparams[name] is None}
+        if not own:
+            return
+        logged: Any = self._hparams_initial  # `hparams_initial` is a copy
+        for name, value in own.items():
+            self.hparams[name] = logged[name] = value
+        told = ", ".join(f"{name} is {value:g}" for name, value in own.items() if value)
+        if told:
+            rank_zero_info(f"{told}: the default of loss {', '.join(self.pair_loss.weights)}")
 
     def log_ratios(self, micro: GroupBatch, logps: Tensor) -> PairLogRatios:
         """What the loss looks at, from the policy's token log-probs [C]."""
@@ -228,7 +243,7 @@ class ReferenceFreeMixin(PairedMixin):
             raise UserError(f"sft_weight is {sft_weight}; it must not be negative, and finite")
         mix = {loss: 1.0, "sft": sft_weight} if sft_weight else {loss: 1.0}
         self.pair_loss = PairObjective(mix, settings, beta=beta, label_smoothing=label_smoothing, reference=False)
-        self.beta, self.label_smoothing = beta, label_smoothing
+        self.beta, self.label_smoothing = self.pair_loss.beta, self.pair_loss.label_smoothing
 
     def pair_metrics(self, micro: GroupBatch, pairs: PairLogRatios, logps: Tensor) -> Metrics:
         return super().pair_metrics(micro, self.rewarded(micro, logps) if self.means else pairs, logps)

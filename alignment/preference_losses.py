@@ -13,8 +13,9 @@ discopop    (1 - m) log(1 + e^-x) + m e^-x,  x = beta delta, m = s(x / tau)     
 simpo       -log s(beta (mean log-prob of chosen - of rejected) - gamma)                    2.0
 orpo        -beta log s(log-odds of chosen - of rejected), odds of the mean log-prob        0.1
 
-s is the sigmoid. simpo and orpo have no reference: their c and j are log-probs of the policy. The presets in
-`configs/presets/` have the papers' beta; `docs/preferences.md` says when to use which.
+s is the sigmoid. simpo and orpo have no reference: their c and j are log-probs of the policy, and their beta is that of
+their modules. That of the others is the default in each signature. `docs/preferences.md` says when to use which, and
+where each number is from.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ CERTAIN = -1e-6
 
 
 @dpo_loss("exo", max_smoothing=0.5, differences=True)
-def _exo(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
-    """Reverse KL from the policy's choice between the two to the labels', of which a share e is flipped: `smoothing`,
-    at 0 the paper's 1e-3. Ji et al. 2024 (arXiv 2402.00856), equation 16."""
+def _exo(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = EXO_EPSILON) -> Tensor:
+    """Reverse KL from the policy's choice between the two to the labels', of which a share e is flipped: `smoothing`;
+    0 is not possible and stands for the paper's 1e-3. Ji et al. 2024 (arXiv 2402.00856), equation 16."""
     epsilon = smoothing or EXO_EPSILON
     logits = beta * pairs.delta
     log_p, log_q = F.logsigmoid(logits), F.logsigmoid(-logits)
@@ -46,7 +47,7 @@ def _exo(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor
 
 
 @dpo_loss("nca")
-def _nca(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _nca(pairs: PairLogRatios, beta: float | Tensor = 0.01, smoothing: float = 0.0) -> Tensor:
     """Noise contrastive alignment, pairwise form: the chosen must also gain in itself, not only over the rejected.
     Chen et al. 2024 (arXiv 2402.05369), section 4.1."""
     chosen, rejected = beta * pairs.chosen, beta * pairs.rejected
@@ -54,35 +55,37 @@ def _nca(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor
 
 
 @dpo_loss("bco_pair")
-def _bco_pair(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _bco_pair(pairs: PairLogRatios, beta: float | Tensor = 0.01, smoothing: float = 0.0) -> Tensor:
     """A classifier whose logit is the reward: Jung et al. 2024 (arXiv 2404.04656), without their reward shift, as TRL
     has it since 1.0. `bco` has the shift."""
     return -F.logsigmoid(beta * pairs.chosen) - F.logsigmoid(-beta * pairs.rejected)
 
 
 @dpo_loss("sppo_hard")
-def _sppo_hard(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _sppo_hard(pairs: PairLogRatios, beta: float | Tensor = 0.001, smoothing: float = 0.0) -> Tensor:
     """Self-play preference optimisation with probabilities of winning 1 and 0: Wu et al. 2024 (arXiv 2405.00675),
     equation 4.7, whose eta is 1 / beta."""
     return (pairs.chosen - 0.5 / beta) ** 2 + (pairs.rejected + 0.5 / beta) ** 2
 
 
 @dpo_loss("apo_zero")
-def _apo_zero(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _apo_zero(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """For chosen completions better than the policy's own: they gain, the rejected lose. D'Oosterlinck et al. 2024
     (arXiv 2408.06266), equation 7."""
     return torch.sigmoid(-beta * pairs.chosen) + torch.sigmoid(beta * pairs.rejected)
 
 
 @dpo_loss("apo_down")
-def _apo_down(pairs: PairLogRatios, beta: float | Tensor, smoothing: float) -> Tensor:
+def _apo_down(pairs: PairLogRatios, beta: float | Tensor = 0.1, smoothing: float = 0.0) -> Tensor:
     """For chosen completions worse than the policy's own: both lose, the rejected more. D'Oosterlinck et al. 2024
     (arXiv 2408.06266), equation 8."""
     return torch.sigmoid(beta * pairs.chosen) + torch.sigmoid(-beta * pairs.delta)
 
 
 @dpo_loss("discopop", differences=True, positive=("tau",))
-def _discopop(pairs: PairLogRatios, beta: float | Tensor, smoothing: float, *, tau: float = 0.05) -> Tensor:
+def _discopop(
+    pairs: PairLogRatios, beta: float | Tensor = 0.05, smoothing: float = 0.0, *, tau: float = 0.05
+) -> Tensor:
     """Log-ratio modulated loss: logistic where the pair is learned, exponential where it is not. Lu et al. 2024 (arXiv
     2406.08414), equation 5. The exponential is continued linearly beyond an exponent of 20.
 

@@ -88,7 +88,7 @@ class RegularisedMixin(ReferencedMixin):
         general = self._general[what]
         if self.domains is None:
             return general
-        return self.domains.values(micro, what, general, float(self.hparams[what]))
+        return self.domains.values(micro, what, general, float(self.schedulables[what].configured))
 
     @property
     def _general(self) -> Mapping[str, float]:

@@ -9,6 +9,7 @@ import lightning as L
 from torch import Tensor
 
 from alignment.batches import GroupBatch
+from alignment.errors import UserError
 from alignment.head_config import FusionConfig
 from alignment.head_steps import HeadSteps
 from alignment.metrics import Metrics
@@ -146,6 +147,15 @@ def validates(trainer: L.Trainer) -> bool:
     # Not trainer.val_dataloaders, which may be those of an earlier `validate`.
     loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return loaders is None or sum(trainer.num_val_batches) > 0
+
+
+def check_validates(trainer: L.Trainer, callback: L.Callback, watched: str) -> None:
+    """Call it from `on_train_start`. Raise UserError where the callback would wait in vain for what it watches."""
+    if not validates(trainer):
+        raise UserError(
+            f"callbacks.{type(callback).__name__} watches {watched} of validation, and this run has none: give it "
+            "validation data (data.val_fraction, data.val_path, trainer.limit_val_batches), or leave the callback out"
+        )
 
 
 @runtime_checkable

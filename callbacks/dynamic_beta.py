@@ -21,7 +21,7 @@ from alignment.errors import UserError
 from alignment.events import record_event
 from alignment.pair_beta import PairBeta
 from alignment.schedulable import HasSchedulables, Schedulable
-from alignment.watching import HasLastMetrics, HasPairs, validates
+from alignment.watching import HasLastMetrics, HasPairs, check_validates
 
 KL = "kl.coefficient"
 SCORES = ("val/rewards/accuracies", "val/accuracy", "val/reward")
@@ -85,11 +85,7 @@ class PlateauBeta(Callback):
         _claim(self, trainer, pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not validates(trainer):
-            raise UserError(
-                "callbacks.PlateauBeta watches a score of validation, and this run has none: give it validation data "
-                "(data.val_fraction, data.val_path, trainer.limit_val_batches), or leave the callback out"
-            )
+        check_validates(trainer, self, "a score")
         value = self.moved(pl_module)
         if value.writer is None and not value.configured > self.floor:
             what = f"{value.name} is {value.configured:g}, not above the floor of {self.floor:g}, so it cannot fall"
@@ -158,8 +154,9 @@ class BatchBeta(Callback):
     beta by the gaps of the others. See `alignment.pair_beta`.
 
     It costs a pass of the policy over the batch without gradient, and spares the update of the pairs left out.
-    Validation is under beta without this factor. Metrics: `beta_dpo/mean`, `beta_dpo/deviation` (the moving averages,
-    nats), `beta_dpo/kept`. It needs a module of preference pairs.
+    Validation is under beta without this factor. A row that a batch holds twice (`data.mix` with more seats than rows)
+    is one pair of the statistics and of the draw, and if kept is trained on twice. Metrics: `beta_dpo/mean`,
+    `beta_dpo/deviation` (the moving averages, nats), `beta_dpo/kept`. It needs a module of preference pairs.
 
     Args:
         alpha: how strongly beta follows the gaps, per nat.
@@ -212,18 +209,20 @@ class BatchBeta(Callback):
         names = torch.where(batch.group_index >= 0, batch.group_index, batch.group_key).tolist()
         mine = list(zip(names, module.preference_gaps(batch).double().tolist(), strict=True))
         parts = cast("list[list[tuple[int, float]]]", distributed.all_gather_objects(mine))
-        pairs = sorted(pair for part in parts for pair in part)
-        gaps = [gap for _, gap in pairs]
+        # Of a row drawn twice the last digits may differ, by what it was batched with: the smaller gap counts.
+        gap_of = dict(sorted((pair for part in parts for pair in part), reverse=True))
+        rows = sorted(gap_of)
+        gaps = [gap_of[row] for row in rows]
         if not gaps or not all(map(math.isfinite, gaps)):
             return batch  # the update will say what is wrong
         self.rule.update(gaps)
-        kept = self.rule.keep(gaps, module.seed, module.batches_seen, [name for name, _ in pairs])
+        kept = self.rule.keep(gaps, module.seed, module.batches_seen, rows)
         beta = module.schedulables["beta"]
         lowest = self.smallest / beta.without(self._cause)
         beta.scale(self._cause, max(self.rule.factor([gaps[i] for i in kept]), lowest))
         found = {**self.rule.state_dict(), "kept": len(kept) / len(gaps)}
         module.note_values({f"beta_dpo/{name}": value for name, value in found.items() if value is not None})
-        chosen = {pairs[i][0] for i in kept}
+        chosen = {rows[i] for i in kept}
         return batch.select_groups([place for place, name in enumerate(names) if name in chosen])
 
     # ------------------------------------------------------------------ state

@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from alignment.errors import UserError
 from alignment.events import record_event
-from alignment.watching import HasHeads
+from alignment.watching import HasHeads, check_validates
 
 
 class FocusReward(Callback):
@@ -50,6 +50,9 @@ class FocusReward(Callback):
                 f"callbacks.FocusReward needs a policy with heads (modules.DecoupledPO), not a "
                 f"{type(pl_module).__name__}; leave the callback out"
             )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_validates(trainer, self, "rewards")
 
     def on_gradients(self, trainer: L.Trainer, module: L.LightningModule, norms: Mapping[str, float]) -> None:
         assert isinstance(module, HasHeads)

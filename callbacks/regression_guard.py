@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from alignment.errors import UserError
 from alignment.events import record_event
-from alignment.watching import HasEntropyBonus
+from alignment.watching import HasEntropyBonus, check_validates
 
 CAUSE = "regression guard"
 
@@ -21,7 +21,7 @@ class RegressionGuard(Callback):
 
     Well below is under best - (1 - share) |best|, for scores above 0 the same as share x best. The bonus is added to
     `entropy.coefficient`, and logged as `entropy_coefficient`. Event `regression_guard`. It works with modules that
-    sample (GRPO, GDPO, PPO, MORL, DecoupledPO).
+    sample (GRPO, GDPO, PPO, MORL, DecoupledPO) and needs validation data.
 
     Args:
         monitor: the score; more is better.
@@ -60,6 +60,7 @@ class RegressionGuard(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, HasEntropyBonus)
+        check_validates(trainer, self, "a score")
         if self.added:
             pl_module.entropy.strength.add(CAUSE, self.added)
 

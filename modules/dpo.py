@@ -59,8 +59,10 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         loss: name of the preference loss, the import path of your own (my_losses.squared_hinge), or a mix of several,
             loss -> weight ({sigmoid: 0.8, bco_pair: 0.2, sft: 1.0}).
         loss_args: settings of the losses that have any, for example {tau: 0.05} of discopop.
-        beta: strength of the pull to the reference; callbacks may move it during training.
-        label_smoothing: share of labels assumed flipped, below 0.5: cDPO with sigmoid; needed by robust.
+        beta: strength of the pull to the reference; callbacks may move it during training. Null: that of the loss's
+            paper (0.1 of sigmoid; docs/preferences.md has a table), in a mix of its first loss.
+        label_smoothing: share of labels assumed flipped, below 0.5: cDPO with sigmoid. Null: that of the loss's paper
+            (0.1 of robust, 0.001 of exo, 0 of others).
         divergence: of the policy from the reference: `reverse_kl`, `forward_kl`, `js` or `alpha`.
         divergence_alpha: which of the alpha-divergences; 1 is reverse_kl.
         weighting: `wpo` weighs pairs by the policy's own probability of them. Null: alike.
@@ -80,8 +82,8 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
         policy: PolicyConfig,
         loss: str | dict[str, float] = "sigmoid",
         loss_args: dict[str, Any] | None = None,
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
+        beta: float | None = None,
+        label_smoothing: float | None = None,
         divergence: Divergence = "reverse_kl",
         divergence_alpha: float = 0.5,
         weighting: Weighting | None = None,
@@ -119,8 +121,8 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
             raise UserError(f"sft_weight is {sft_weight}; it must not be negative, and finite")
         if sft_weight and "sft" in self.pair_loss.weights:
             raise UserError(f"sft_weight is {sft_weight}, and the mix has sft already; leave one of them out")
-        self.beta, self.label_smoothing, self.ld_alpha = beta, label_smoothing, ld_alpha
-        self.weighting, self.sft_weight = weighting, sft_weight
+        self.beta, self.label_smoothing = self.pair_loss.beta, self.pair_loss.label_smoothing
+        self.ld_alpha, self.weighting, self.sft_weight = ld_alpha, weighting, sft_weight
         if sft_weight:
             self.loss_terms = {"loss/dpo": 1.0, "loss/sft": sft_weight}
 

@@ -57,8 +57,9 @@ class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
         loss: name of the preference loss, the import path of your own (my_losses.squared_hinge), or a mix of several,
             loss -> weight ({sigmoid: 0.8, sft: 1.0}); see docs/preferences.md.
         loss_args: settings of the losses that have any.
-        beta: strength of the pull to the reference; callbacks may move it during training.
-        label_smoothing: share of labels assumed flipped, below 0.5: cDPO with sigmoid; needed by robust.
+        beta: strength of the pull to the reference; callbacks may move it during training. Null: that of the loss's
+            paper, as in modules.DPO; it is 0.1 of sigmoid.
+        label_smoothing: share of labels assumed flipped, below 0.5: cDPO with sigmoid. Null: that of the loss's paper.
         completions: sampled per prompt, at least 2; the best and the worst become the pair.
         sampling: how they are drawn.
         mask_truncated: take no completion into a pair that the length limit ended.
@@ -75,8 +76,8 @@ class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
         rewards: dict[str, RewardSpec | str],
         loss: str | dict[str, float] = "sigmoid",
         loss_args: dict[str, Any] | None = None,
-        beta: float = 0.1,
-        label_smoothing: float = 0.0,
+        beta: float | None = None,
+        label_smoothing: float | None = None,
         completions: int = 2,
         sampling: SamplingConfig = SAMPLING,
         mask_truncated: bool = False,
@@ -104,7 +105,7 @@ class OnlineDPO(PairedMixin, OnlineMixin, L.LightningModule):
             raise UserError("completions is 1, and a pair is made of two: set completions to 2 or more")
         if self.entropy.config.keep is not None:
             raise UserError("entropy.keep selects tokens, and OnlineDPO learns from whole completions; leave it out")
-        self.beta, self.label_smoothing = beta, label_smoothing
+        self.beta, self.label_smoothing = self.pair_loss.beta, self.pair_loss.label_smoothing
 
     @property
     def measures_policy(self) -> bool:

@@ -17,7 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alignment.advantages import RewardTable
 from alignment.batches import Group, GroupBatch
+from alignment.experience import ADVANTAGE, REF_LOGPS
 from alignment.logprobs import TokenStats
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
+from alignment.rewards import RewardSpec
+from alignment.rollout import SAMPLER_LOGPS
+from alignment.sampled_pairs import best_and_worst, take_pairs
 from alignment.update import Counts
 from benchmarks.performance import equality, peers
-from modules import CPO, DPO, KTO, ORPO, SimPO
+from modules import CPO, DPO, KTO, ORPO, OnlineDPO, SimPO
 
 Row = dict[str, Any]
 TRL = "1.16.0"
@@ -41,6 +46,8 @@ PAIRS = 12
 TINY = PolicyConfig(name="tiny")
 
 MIX = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}
+ONLINE: Row = {"rewards": {"short": RewardSpec(reward="Efficiency", in_process=True)}}
+"""It is never asked: scores are drawn."""
 
 # (name, our module, our settings, TRL's trainer, its settings)
 CASES: tuple[tuple[str, type, Row, str, Row], ...] = (
@@ -80,10 +87,26 @@ CASES: tuple[tuple[str, type, Row, str, Row], ...] = (
     ("KTO", KTO, {"bad_weight": 1.5}, "kto", {"loss_type": "kto", "undesirable_weight": 1.5}),
     ("KTO, APO-zero", KTO, {"loss": "apo_zero"}, "kto", {"loss_type": "apo_zero_unpaired"}),
     ("SimPO", SimPO, {}, "cpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5}),
+    (
+        "SimPO, smoothed",
+        SimPO,
+        {"label_smoothing": 0.1},
+        "cpo",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "label_smoothing": 0.1},
+    ),
     ("CPO", CPO, {"sft_weight": 0.0}, "cpo", {"loss_type": "sigmoid", "beta": 0.1}),
+    (
+        "CPO, smoothed",
+        CPO,
+        {"sft_weight": 0.0, "label_smoothing": 0.1},
+        "cpo",
+        {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.1},
+    ),
     ("CPO, hinge", CPO, {"sft_weight": 0.0, "loss": "hinge"}, "cpo", {"loss_type": "hinge", "beta": 0.1}),
     ("CPO, ipo", CPO, {"sft_weight": 0.0, "loss": "ipo"}, "cpo", {"loss_type": "ipo", "beta": 0.1}),
     ("ORPO's odds ratio", ORPO, {"sft_weight": 0.0}, "orpo", {"beta": 0.1}),
+    ("online DPO", OnlineDPO, ONLINE, "online_dpo", {"loss_type": "sigmoid", "beta": 0.1}),
+    ("online DPO, ipo", OnlineDPO, {"loss": "ipo_sum", **ONLINE}, "online_dpo", {"loss_type": "ipo", "beta": 0.1}),
 )
 
 
@@ -115,9 +138,10 @@ def with_values(groups: Sequence[Group], rows: Sequence[Mapping[str, list[float]
 
 
 def said(batch: GroupBatch, **asked: Any) -> TokenStats:
-    """Stands for the engine."""
+    """Stands for the engine. No loss here reads the entropies, which are 0."""
     logps = batch.tokens["policy"].clone().requires_grad_()
-    return TokenStats(logps=logps, entropy=None, hidden=None, collision=batch.tokens["collision"])
+    entropy = torch.zeros_like(batch.tokens["policy"])
+    return TokenStats(logps=logps, entropy=entropy, hidden=None, collision=batch.tokens["collision"])
 
 
 def ours(kind: type, settings: Row, batch: GroupBatch) -> float:
@@ -131,7 +155,7 @@ def ours(kind: type, settings: Row, batch: GroupBatch) -> float:
     return float(torch.stack(parts).sum().detach())
 
 
-def labelled(seed: int) -> tuple[list[Row], Callable[[Any], GroupBatch]]:
+def labelled(seed: int) -> tuple[list[Row], GroupBatch]:
     """Rows of KTO with the values of their mismatched completions, which both sides are given."""
     draw = random.Random(seed)
     rows: list[Row] = [
@@ -141,8 +165,27 @@ def labelled(seed: int) -> tuple[list[Row], Callable[[Any], GroupBatch]]:
         Group(prompt=[i + 4], completions=[[5] * len(r["said"]["policy"])], rows={"label": [float(r["label"])]})
         for i, r in enumerate(rows)
     ]
-    batch = with_values(groups, [row["said"] for row in rows])
-    return rows, lambda _: batch
+    return rows, with_values(groups, [row["said"] for row in rows])
+
+
+def sampled(seed: int) -> tuple[list[Row], GroupBatch]:
+    """Two completions of each prompt with a score each, and the pairs that online DPO makes of them."""
+    draw = random.Random(seed)
+    rows: list[Row] = [
+        {"first": _completion(draw), "second": _completion(draw), "scores": [draw.random(), draw.random()]}
+        for _ in range(PAIRS)
+    ]
+    said_of = [[row["first"], row["second"]] for row in rows]
+    groups = [
+        Group(prompt=[i + 4], completions=[[5] * len(one["policy"]) for one in both], index=i)
+        for i, both in enumerate(said_of)
+    ]
+    batch = with_values(groups, [one for both in said_of for one in both])
+    scores = torch.tensor([score for row in rows for score in row["scores"]])
+    table = RewardTable.of_scores(scores, batch.group_of, PAIRS)
+    signal = best_and_worst(table, torch.ones(len(scores), dtype=torch.bool))
+    tokens = {REF_LOGPS: batch.tokens["reference"], SAMPLER_LOGPS: batch.tokens["policy"]}
+    return rows, take_pairs(batch.with_rows(**{ADVANTAGE: signal}).with_tokens(**tokens))
 
 
 def kto(settings: Row, rows: Sequence[Row], batch: GroupBatch) -> float:
@@ -157,22 +200,34 @@ def kto(settings: Row, rows: Sequence[Row], batch: GroupBatch) -> float:
         own.mismatched = mismatched
 
 
+def given(trainer: str) -> tuple[list[Row], GroupBatch]:
+    """Rows for one of TRL's trainers, and the same as a batch for our module."""
+    if trainer == "kto":
+        return labelled(1)
+    return sampled(2) if trainer == "online_dpo" else drawn(0)
+
+
+def our_values() -> list[float]:
+    """Our loss of each of `CASES`."""
+    found = []
+    for _, kind, settings, trainer, _ in CASES:
+        rows, batch = given(trainer)
+        found.append(kto(settings, rows, batch) if kind is KTO else ours(kind, settings, batch))
+    return found
+
+
 def values(root: Path, folder: Path) -> list[Row]:
     """One row for each of `CASES`."""
-    pairs, batch = drawn(0)
-    singles, of = labelled(1)
     cases = [
-        {"trainer": trainer, "settings": theirs, "rows": singles if trainer == "kto" else pairs}
-        for _, _, _, trainer, theirs in CASES
+        {"trainer": trainer, "settings": theirs, "rows": given(trainer)[0]} for _, _, _, trainer, theirs in CASES
     ]
     (folder / "in.json").write_text(json.dumps({"cases": cases}), encoding="utf-8")
     command = [str(peers.python(TRL, root)), str(VALUES), str(folder / "in.json"), str(folder / "out.json")]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     rows = []
-    for (name, kind, settings, _, _), theirs in zip(CASES, found, strict=True):
-        mine = kto(settings, singles, of(None)) if kind is KTO else ours(kind, settings, batch)
-        rows.append(equality.row(f"{name}: loss", mine, theirs, abs(mine - theirs) / max(1, abs(theirs)), BOUND))
+    for (name, *_), own, theirs in zip(CASES, our_values(), found, strict=True):
+        rows.append(equality.row(f"{name}: loss", own, theirs, abs(own - theirs) / max(1, abs(theirs)), BOUND))
     return rows
 
 

@@ -1,8 +1,9 @@
 """`python trl_values.py IN.json OUT.json`: TRL's preference losses of given log-probs. Runs in TRL's environment.
 
-IN holds `cases`, each with `trainer` (dpo, kto, cpo, orpo), `settings` of its config and `rows`; the rows of a pair are
-{chosen, rejected}, of KTO {said, other, label}, and each completion is {policy, reference, collision}: token values.
-What stands for the model returns these values, so only TRL's own arithmetic is computed. OUT is a list of losses.
+IN holds `cases`, each with `trainer` (dpo, kto, cpo, orpo, online_dpo), `settings` of its config and `rows`; the rows
+of a pair are {chosen, rejected}, of KTO {said, other, label}, of online DPO {first, second, scores}, and each
+completion is {policy, reference, collision}: token values. What stands for the model returns these values, so only
+TRL's own arithmetic is computed; of online DPO that is a whole training step but its sampling. OUT is a list of losses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 PROMPT = 2
@@ -44,6 +46,7 @@ class Model(torch.nn.Module):
             entropy=nothing,
             mean_logits=nothing,
             is_top1=nothing.bool(),
+            logits=two_words(torch.nn.functional.pad(logps, (0, 1))),
         )
 
 
@@ -53,6 +56,11 @@ def padded(rows: list[list[float]], width: int) -> Tensor:
     for i, row in enumerate(rows):
         out[i, PROMPT - 1 : PROMPT - 1 + len(row)] = torch.tensor(row)
     return out
+
+
+def two_words(logps: Tensor) -> Tensor:
+    """[N, T] -> [N, T, 2] logits of a vocabulary of two words, of which the first has these log-probs."""
+    return torch.stack([logps, torch.log(-torch.expm1(logps))], dim=-1)
 
 
 def inputs_of(rows: list[dict[str, list[float]]], start: int) -> dict[str, Tensor]:
@@ -69,7 +77,9 @@ def inputs_of(rows: list[dict[str, list[float]]], start: int) -> dict[str, Tenso
 def bare(kind: type, rows: list[dict[str, list[float]]], args: Any) -> Any:
     """A trainer without anything but what its loss reads."""
     trainer = object.__new__(kind)
-    accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
+    accelerator = SimpleNamespace(
+        device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x, backward=lambda loss, **_: None
+    )
     given = {
         "args": args,
         "accelerator": accelerator,
@@ -123,12 +133,37 @@ def orpo(settings: dict[str, Any], pairs: list[dict[str, Any]], folder: str) -> 
     return -float(trainer.odds_ratio_loss(*(sums(pairs, side, True) for side in ("chosen", "rejected")))[0].mean())
 
 
+def online_dpo(settings: dict[str, Any], prompts: list[dict[str, Any]], folder: str) -> float:
+    """A training step on given completions and scores; which of two is chosen is TRL's to say."""
+    args = OnlineDPOConfig(output_dir=folder, report_to="none", bf16=False, use_cpu=True, **settings)
+    rows = [row[which] for which in ("first", "second") for row in prompts]
+    scores = [row["scores"][place] for place in (0, 1) for row in prompts]
+    inputs = inputs_of(rows, 0)
+    parts = [inputs[name] for name in ("input_ids", "attention_mask")]
+    sampled = (*(part[:, :PROMPT] for part in parts), *(part[:, PROMPT:] for part in parts), None)
+    trainer = bare(OnlineDPOTrainer, rows, args)
+    given = {
+        "_beta": args.beta,
+        "_generate": lambda *_: sampled,
+        "max_length": args.max_length,
+        "eos_token_ids": [1],
+        "processing_class": SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)),
+        "reward_funcs": [lambda **_: scores],
+        "reward_processing_classes": [None],
+        "reward_weights": None,
+        "state": SimpleNamespace(global_step=0),
+        "stats": defaultdict(list),
+    }
+    trainer.__dict__.update(given)
+    return float(trainer.training_step(trainer.model, {"prompt": ["a"] * len(prompts)}))
+
+
 def sums(pairs: list[dict[str, Any]], side: str, means: bool) -> Tensor:
     rows = [torch.tensor(pair[side]["policy"]) for pair in pairs]
     return torch.stack([row.mean() if means else row.sum() for row in rows])
 
 
-TRAINERS = {"dpo": dpo, "kto": kto, "cpo": cpo, "orpo": orpo}
+TRAINERS = {"dpo": dpo, "kto": kto, "cpo": cpo, "orpo": orpo, "online_dpo": online_dpo}
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["cases"]

@@ -176,7 +176,8 @@ def test_a_preference_loss_of_ones_own(own: Any) -> None:
     pairs = PairLogRatios(chosen=3 * one, rejected=one, chosen_tokens=one, rejected_tokens=one)
     loss = own("my_losses").squared_hinge
     assert loss(pairs, 0.1, 0.0).item() == pytest.approx(0.64)  # (1 - 0.1 * 2)^2
-    assert find("my_losses.squared_hinge").fn is loss
+    found = find("my_losses.squared_hinge")
+    assert (found.fn, found.beta, found.smoothing) == (loss, 0.05, 0.0)
 
 
 def test_a_reward_of_ones_own(own: Any) -> None:

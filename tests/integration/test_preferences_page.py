@@ -13,6 +13,7 @@ import pytest
 import modules
 from alignment.cli import main
 from alignment.losses import DPO_LOSSES
+from alignment.pair_objective import PairObjective
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "preferences.md").read_text(encoding="utf-8")
@@ -29,15 +30,39 @@ def test_commands(workdir: Path) -> None:
         assert main([*shlex.split(line)[1:], *FIT]) == 0, line
 
 
+KNOWN = {name for name, entry in DPO_LOSSES.items() if entry.reference} - {"sft"}
+
+
+def table_of(text: str) -> list[list[str]]:
+    """The cells of the rows of the first table, without its head."""
+    lines = [line for line in text.split("\n- ")[0].splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
 def test_the_table_of_losses() -> None:
-    """All that compare with a reference, each with its preset where it has one."""
-    table = PAGE.split("## Losses of DPO")[1].split("\n- ")[0]
-    named = {
-        name for row in re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    }
-    assert named - {"loss"} == {name for name, entry in DPO_LOSSES.items() if entry.reference} - {"sft"}
-    for preset in re.findall(r"`(\w+)`", " ".join(row.split("|")[3] for row in table.splitlines() if "|" in row)):
-        assert preset == "label_smoothing" or (REPOSITORY / "configs" / "presets" / f"{preset}.yaml").is_file()
+    """All that compare with a reference, each with its defaults and its preset where it has one."""
+    found = table_of(PAGE.split("## Losses of DPO")[1])
+    assert {name for row in found for name in names_in(row[0])} == KNOWN
+    for losses, value, beta, preset, _ in found:
+        smoothing, tau = (re.findall(rf"`{name}` ([\d.]+)", value) for name in ("label_smoothing", "tau"))
+        for name in names_in(losses):
+            objective = PairObjective(name, margins={"other": 0.5} if name == "modpo" else {})
+            assert objective.beta == float(beta), name
+            assert objective.label_smoothing == float(smoothing[0] if smoothing else 0.0), name
+            settings = inspect.signature(DPO_LOSSES[name].fn).parameters
+            assert [settings[s].default for s in ("tau",) if s in settings] == [float(t) for t in tau]
+        for name in names_in(preset):
+            assert (REPOSITORY / "configs" / "presets" / f"{name}.yaml").is_file()
+
+
+def test_every_default_has_its_source() -> None:
+    found = table_of(PAGE.split("Where the defaults are from:")[1])
+    assert {name for row in found for name in names_in(row[0])} == KNOWN
+    assert all(re.search(r"\d{4}\.\d{5}", row[1]) for row in found)
 
 
 def test_the_losses_of_differences() -> None:

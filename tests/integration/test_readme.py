@@ -75,7 +75,7 @@ def test_everyday_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
         if "--print_config" in line:
             capsys.readouterr()
             assert main(words) == 0
-            assert "beta: 0.1" in capsys.readouterr().out
+            assert "micro_batch_tokens: 4096" in capsys.readouterr().out
             continue
         assert main([*words, *SMALL]) == 0, line
     assert list(folder.glob("runs/*/*/predictions.jsonl"))

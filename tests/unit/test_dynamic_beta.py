@@ -22,6 +22,7 @@ from alignment.tiny import tiny_tokenizer
 from alignment.update import UNIT
 from callbacks import BatchBeta, PlateauBeta, TargetKL
 from datamodules import PreferenceData
+from datamodules.planned import MixConfig
 from modules import DPO, GRPO, KTO, SFT, OnlineDPO, SimPO
 from tests.callback_toys import Trained, weights
 from tests.rl_toys import fit, moved, online
@@ -223,6 +224,43 @@ def test_batch_beta_of_a_run(tmp_path: Path) -> None:
     assert watch.logged[1]["beta_dpo/mean"] == pytest.approx(mean, rel=1e-5)
     assert watch.logged[1]["beta_dpo/kept"] == 0.75
     assert module.beta == 0.1  # between batches, where validation is
+
+
+def test_a_row_that_a_batch_holds_twice_counts_once(tmp_path: Path) -> None:
+    """Of the rows 0, 1, 1, 1, 2, 3 four gaps count, three of them are kept, and each with all its copies."""
+    module, callback = moved(dpo(reference="copy")), BatchBeta()
+    found: list[Any] = []
+
+    def looked(batch: GroupBatch) -> GroupBatch:
+        gaps = dict(zip(batch.group_index.tolist(), module.preference_gaps(batch).double().tolist(), strict=True))
+        chosen = BatchBeta._choose(callback, batch)
+        found.append((gaps, chosen.group_index.tolist()))
+        return chosen
+
+    callback._choose = looked  # type: ignore[method-assign]
+    held = groups(4, 2)
+    data = FixedData([held[i] for i in (0, 1, 1, 1, 2, 3)], batch_size=6)
+    watch, _ = fit(module, tmp_path, data, callbacks=[callback])
+    ((gaps, kept),) = found
+    assert len(set(kept)) == 3
+    assert kept == [i for i in (0, 1, 1, 1, 2, 3) if i in kept]
+    mean = float(np.mean(list(gaps.values())))
+    shown = watch.logged[0]
+    assert shown["beta_dpo/mean"] == pytest.approx(mean, rel=1e-5)
+    assert shown["beta_dpo/deviation"] == pytest.approx(float(np.std(list(gaps.values()), ddof=1)), rel=1e-5)
+    assert shown["beta_dpo/kept"] == 0.75
+    beta = 0.1 * (1 + 0.6 * (float(np.mean([gaps[i] for i in set(kept)])) - mean))
+    assert watch.updates[0]["beta"] == pytest.approx(max(beta, 1e-3), rel=1e-5)
+
+
+def test_a_fixed_mix_gives_a_row_twice_and_it_counts_once(tmp_path: Path) -> None:
+    """Four of six seats for the one row of `code`: of three rows, two are kept."""
+    path = rows(tmp_path, 6, source=lambda i: "chat" if i else "code")
+    mix = MixConfig(column="source", ratio={"chat": 2, "code": 4})
+    settings: dict[str, Any] = {"cache_dir": None, "val_fraction": 0.0, "batch_size": 6}
+    data = PreferenceData(path, mix=mix, tokenizer=tiny_tokenizer(), **settings)
+    watch, _ = fit(dpo(), tmp_path, data, callbacks=[BatchBeta()], max_steps=1)
+    assert watch.logged[0]["beta_dpo/kept"] == pytest.approx(2 / 3)
 
 
 def test_the_reference_is_asked_once(tmp_path: Path) -> None:

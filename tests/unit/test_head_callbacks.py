@@ -322,6 +322,13 @@ def test_focus_in_a_run(tmp_path: Path) -> None:
     assert "low" in seen.moved()[first]
 
 
+def test_focus_without_validation(tmp_path: Path) -> None:
+    module = decoupled()
+    with pytest.raises(UserError, match="FocusReward watches rewards of validation, and this run has none: give it"):
+        fit(module, tmp_path, callbacks=[FocusReward()], limit_val_batches=0)
+    assert module.batches_seen == 0
+
+
 # ---------------------------------------------------------------------- all of them
 
 

@@ -58,11 +58,11 @@ def softplus(x: float) -> float:
 GOLDEN: list[tuple[dict[str, Any], float]] = [
     ({}, 0.672270),
     ({"beta": 0.2}, 0.656281),
-    ({"loss": "hinge"}, 0.953333),
+    ({"loss": "hinge", "beta": 0.1}, 0.953333),
     ({"loss": "ipo"}, 24.858432),
     ({"loss": "ipo_sum"}, 22.3),
     ({"label_smoothing": 0.1}, 0.676937),
-    ({"loss": "robust", "label_smoothing": 0.1}, 0.666437),
+    ({"loss": "robust", "beta": 0.1}, 0.666437),
     ({"loss": "sigmoid_norm", "beta": 5.0}, 0.960458),
 ]
 """[G-DPO]: settings of a module -> its loss."""

@@ -133,9 +133,9 @@ def golden() -> GroupBatch:
         *GOLDEN,
         # [G-DPO] of the rest of the family, and a mix.
         ({"loss": "exo"}, 2.683239),
-        ({"loss": "nca"}, 1.376252),
+        ({"loss": "nca", "beta": 0.1}, 1.376252),
         ({"loss": "apo_zero"}, 0.988338),
-        ({"loss": "sppo_hard"}, 46.433333),
+        ({"loss": "sppo_hard", "beta": 0.1}, 46.433333),
         ({"loss": {"sigmoid": 0.5, "hinge": 0.25}}, 0.5 * 0.672270 + 0.25 * 0.953333),
         ({"loss": "tests.unit.test_online_dpo.squared"}, (1.5**2 + 1.3**2 + 1.4**2) / 3),
         ({"entropy": {"coefficient": 0.1}}, 0.672270 - 0.1),  # every entropy is 1 here

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from alignment.checkpoint import SafeCheckpointIO
 from alignment.divergences import score
 from alignment.errors import UserError
 from alignment.losses import DPO_LOSSES, PairLogRatios
 from alignment.pair_objective import PairObjective
+from alignment.stages import StageConfig
+from callbacks import Stages
+from modules import DPO, GeneralizedRPO
+from tests.rl_toys import fit
+from tests.toys import OPTIM, TINY, FixedData, groups
 
 # c, j and lengths of [G-DPO]; delta is 1.5, 1.3, -1.4.
 CHOSEN, REJECTED, DELTA = (1.0, 0.5, -1.0), (-0.5, -0.8, 0.4), (1.5, 1.3, -1.4)
@@ -284,6 +291,94 @@ def test_beta_of_each_pair() -> None:
         torch.testing.assert_close(one, many, atol=1e-12, rtol=0)
     told = PairObjective("bco").whole(golden(), tensor(1, 1, 0), tensor(0.1, 0.2, 9.0), {}, True)
     assert float(told["bco_shift"][0]) == pytest.approx(-0.01 / 4)
+
+
+# ---------------------------------------------------------------------- the papers' defaults
+
+# Beta and label smoothing; docs/preferences.md says where each is from.
+PAPERS = {
+    "sigmoid": (0.1, 0.0),
+    "sigmoid_norm": (5.0, 0.0),
+    "hinge": (0.05, 0.0),
+    "ipo": (0.1, 0.0),
+    "ipo_sum": (0.1, 0.0),
+    "robust": (0.01, 0.1),
+    "exo": (0.1, 0.001),
+    "nca": (0.01, 0.0),
+    "bco_pair": (0.01, 0.0),
+    "bco": (0.01, 0.0),
+    "sppo_hard": (0.001, 0.0),
+    "apo_zero": (0.1, 0.0),
+    "apo_down": (0.1, 0.0),
+    "aot": (0.1, 0.0),
+    "aot_unpaired": (0.1, 0.0),
+    "discopop": (0.05, 0.0),
+    "modpo": (0.1, 0.0),
+}
+
+
+def own(pairs: PairLogRatios, beta: float = 0.3, flipped: float = 0.2) -> Tensor:
+    """A user's loss with defaults."""
+    return pairs.delta
+
+
+def bare(pairs: PairLogRatios, beta: float, smoothing: float) -> Tensor:
+    """One without."""
+    return pairs.delta
+
+
+def test_every_loss_has_its_papers_defaults() -> None:
+    """`sft` has no beta; that of simpo and orpo is in their modules."""
+    assert set(PAPERS) == set(DPO_LOSSES) - {"sft", "simpo", "orpo"}
+    for name, defaults in PAPERS.items():
+        objective = PairObjective(name, margins={"other": 0.3} if name == "modpo" else {})
+        assert (objective.beta, objective.label_smoothing) == defaults, name
+
+
+@pytest.mark.parametrize(
+    ("loss", "defaults"),
+    [
+        ({"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.0}, (0.1, 0.0)),
+        ({"bco_pair": 0.2, "sigmoid": 0.8}, (0.01, 0.0)),
+        ({"sft": 1.0, "nca": 1.0}, (0.01, 0.0)),
+        ({"hinge": 1.0, "robust": 1.0, "sigmoid": 1.0}, (0.05, 0.1)),  # hinge has no use for smoothing
+        ("sft", (0.1, 0.0)),
+        ("tests.unit.test_preference_losses.own", (0.3, 0.2)),
+        ("tests.unit.test_preference_losses.bare", (0.1, 0.0)),
+    ],
+)
+def test_defaults_of_mixes_and_of_ones_own(loss: Any, defaults: tuple[float, float]) -> None:
+    objective = PairObjective(loss)
+    assert (objective.beta, objective.label_smoothing) == defaults
+
+
+def test_what_is_given_counts() -> None:
+    assert PairObjective("nca", beta=0.2).own == {"label_smoothing": 0.0}
+    objective = PairObjective("robust", beta=0.2, label_smoothing=0.0)
+    assert (objective.beta, objective.label_smoothing, objective.own) == (0.2, 0.0, {})
+
+
+@pytest.mark.parametrize("kind", [DPO, GeneralizedRPO])
+def test_a_default_is_told_logged_moved_and_resumed(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage of twice the configured beta is at 0.02. A checkpoint keeps its 0.01 when a later default is another."""
+    told: list[str] = []
+    monkeypatch.setattr("alignment.paired.rank_zero_info", told.append)
+    module = kind(policy=TINY, loss="nca", reference="copy", optim=OPTIM)
+    data = FixedData(groups(8, 2), batch_size=4)
+    stages = Stages({"only": StageConfig(values={"beta": "x2"})})
+    watch, run = fit(module, tmp_path, data, callbacks=[stages], plugins=[SafeCheckpointIO()])
+    assert told == ["beta is 0.01: the default of loss nca"]
+    assert [update["beta"] for update in watch.updates] == pytest.approx([0.02, 0.02])
+    for kept in (module.hparams, module.hparams_initial):
+        assert (kept["beta"], kept["label_smoothing"]) == (0.01, 0.0)
+    run.save_checkpoint(tmp_path / "c")
+
+    def later(pairs: PairLogRatios, beta: float | Tensor = 7.0, smoothing: float = 0.0) -> Tensor:
+        return pairs.delta
+
+    monkeypatch.setitem(DPO_LOSSES, "nca", replace(DPO_LOSSES["nca"], fn=later))
+    again = kind.load_from_checkpoint(tmp_path / "c")
+    assert (again.hparams["beta"], again.schedulables["beta"].configured, again.beta) == (0.01, 0.01, 0.02)
 
 
 # ---------------------------------------------------------------------- mixes

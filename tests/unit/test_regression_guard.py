@@ -164,6 +164,13 @@ def test_modules_that_do_not_sample(tmp_path: Path) -> None:
         fit(SFT(policy=TINY, optim=OPTIM), tmp_path, FixedData(groups(8, 1)), callbacks=[RegressionGuard()])
 
 
+def test_a_run_without_validation(tmp_path: Path) -> None:
+    module = online(GRPO)
+    with pytest.raises(UserError, match="RegressionGuard watches a score of validation, and this run has none"):
+        fit(module, tmp_path, callbacks=[RegressionGuard()], limit_val_batches=0)
+    assert module.batches_seen == 0
+
+
 def test_a_policy_without_an_entropy_bonus(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"which fusion\.pool=linear cannot have"):
         fit(decoupled(fusion={"pool": "linear"}), tmp_path, callbacks=[RegressionGuard()])
