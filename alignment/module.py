@@ -26,7 +26,7 @@ from alignment.logprobs import LogProbEngine
 from alignment.memory_report import report
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig, base_model, check_vocabulary, load_policy, load_tokenizer
-from alignment.protocols import FiniteGroups, SizedBatches
+from alignment.protocols import SizedBatches, is_finite
 from alignment.settings import as_config
 from alignment.sharding import unsharded
 from alignment.training import TrainingMixin
@@ -97,7 +97,7 @@ class PolicyMixin(TrainingMixin):
         """What the estimate of memory is made of. Without `micro_batch_tokens` a finite data set gives the bound."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         longest = 0
-        if isinstance(data, FiniteGroups) and trainer.state.fn == TrainerFn.FITTING:
+        if is_finite(data) and trainer.state.fn == TrainerFn.FITTING:
             longest = max((group.tokens for group in data.groups("train")), default=0)
         tokens = self.micro_batch_tokens
         if tokens is None:

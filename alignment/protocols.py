@@ -4,7 +4,7 @@ engine never imports either. All are checked with `isinstance`."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import lightning as L
 import numpy as np
@@ -82,6 +82,27 @@ class FiniteGroups(Protocol):
     """A data module whose rows are all known after `setup`: the reference's log-probs can be computed once, ahead."""
 
     def groups(self, split: Literal["train", "val", "test", "predict"]) -> Sequence[Group]: ...
+
+
+@runtime_checkable
+class Follows(Protocol):
+    """A data module that may take in rows while a run trains: `datamodules.followed.FollowedData`.
+
+    Attributes:
+        follow: how. None: all rows are known after `setup`.
+    """
+
+    follow: object | None
+
+
+def follows(data: object) -> bool:
+    """Whether more rows may arrive while a run trains."""
+    return isinstance(data, Follows) and data.follow is not None
+
+
+def is_finite(data: object) -> TypeGuard[FiniteGroups]:
+    """Whether all rows are known after `setup`."""
+    return isinstance(data, FiniteGroups) and not follows(data)
 
 
 class Rows(Protocol):

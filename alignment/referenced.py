@@ -14,10 +14,11 @@ from torch import Tensor
 
 from alignment import memory
 from alignment.batches import Group, GroupBatch
+from alignment.errors import UserError
 from alignment.experience import REF_LOGPS
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig
-from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches
+from alignment.protocols import FiniteGroups, HasPurpose, SizedBatches, follows, is_finite
 from alignment.reference import ReferenceKind
 from alignment.reference_cache import tokenizer_digest
 from alignment.reference_sync import ReferenceSync, SyncedMixin
@@ -72,6 +73,9 @@ class ReferencedMixin(SyncedMixin):
         self.make_reference(self._resolved_kind(), entropy=self.reference_entropy)
 
     def _resolved_kind(self) -> ResolvedKind:
+        data = None if self._trainer is None else self._trainer.datamodule  # type: ignore[attr-defined]
+        if self.reference_kind == "cached" and follows(data):
+            raise UserError("reference: cached needs rows that are all known; with data.follow more arrive: use auto")
         if self.reference_kind != "auto":
             return self.reference_kind
         stays = self.policy_config.lora is None and self.reference_sync is None
@@ -90,7 +94,7 @@ class ReferencedMixin(SyncedMixin):
         this module reads."""
         data, doing = self.trainer.datamodule, self.trainer.state.fn  # type: ignore[attr-defined]
         assert doing is not None
-        if isinstance(data, FiniteGroups) and isinstance(data, HasPurpose) and data.purpose == self.reads:
+        if is_finite(data) and isinstance(data, HasPurpose) and data.purpose == self.reads:
             for split in SPLITS[doing]:
                 yield from data.groups(split)
 
@@ -116,7 +120,7 @@ class ReferencedMixin(SyncedMixin):
 
     def _precompute(self, trainer: L.Trainer) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if self.reference.kind != "cached" or not isinstance(data, FiniteGroups) or trainer.state.fn not in SPLITS:
+        if self.reference.kind != "cached" or not is_finite(data) or trainer.state.fn not in SPLITS:
             return
         key_parts = {
             "tokenizer": tokenizer_digest(self.tokenizer),
@@ -140,7 +144,7 @@ def chunks(data: FiniteGroups, splits: tuple[Split, ...]) -> Iterator[GroupBatch
 def covers_data(trainer: L.Trainer) -> bool:
     """Whether a fit goes over its whole finite training set at least once."""
     data = trainer.datamodule  # type: ignore[attr-defined]
-    if not isinstance(data, FiniteGroups) or trainer.state.fn != TrainerFn.FITTING:
+    if not is_finite(data) or trainer.state.fn != TrainerFn.FITTING:
         return False
     if trainer.fast_dev_run or trainer.overfit_batches or trainer.limit_train_batches != 1.0:  # type: ignore[attr-defined]
         return False

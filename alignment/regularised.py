@@ -18,13 +18,14 @@ from alignment.batches import GroupBatch
 from alignment.component_clip import ComponentClipConfig, Components, update_at_parameters, update_at_states
 from alignment.domains import PREFIX, Domains
 from alignment.entropy_deficit import REF_ENTROPY, token_scope
+from alignment.errors import UserError
 from alignment.experience import REF_LOGPS
 from alignment.full_kl import Head
 from alignment.logprobs import TokenStats
 from alignment.losses import share, weighted
 from alignment.metrics import Metrics
 from alignment.policy import base_model
-from alignment.protocols import FiniteGroups
+from alignment.protocols import FiniteGroups, follows
 from alignment.referenced import ReferencedMixin
 from alignment.regularisers import UNIT_TERMS, Regularisers, TermCounts, normalised_entropy
 from alignment.update import Counts, group_weights
@@ -66,6 +67,8 @@ class RegularisedMixin(ReferencedMixin):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if self.domains is not None and follows(data):
+            raise UserError("domains need rows that are all known; with data.follow more arrive: leave one of them out")
         if self.domains is not None and stage == "fit" and isinstance(data, FiniteGroups):
             validates = self.trainer.limit_val_batches != 0
             self.domains.read(data.groups("train"), data.groups("val") if validates else ())

@@ -18,7 +18,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,12 +72,7 @@ class Schedulable:
     @property
     def value(self) -> Any:
         """What is in force."""
-        value = self.base
-        if self._factors:  # in one order, whichever came first: products of floats depend on it
-            value = value * math.prod(self._factors[cause] for cause in sorted(self._factors))
-        if self._additions:
-            value = value + math.fsum(self._additions.values())
-        return value
+        return self._under(self._factors)
 
     @property
     def moved(self) -> bool:
@@ -89,8 +84,16 @@ class Schedulable:
 
     def without(self, cause: str) -> float:
         """The value if this cause had no factor."""
-        others = [self._factors[c] for c in sorted(self._factors) if c != cause]
-        return float(self.base * math.prod(others) + math.fsum(self._additions.values()))
+        return float(self._under(self._factors.keys() - {cause}))
+
+    def _under(self, causes: Collection[str]) -> Any:
+        """The value under the factors of these causes alone."""
+        value = self.base
+        if causes:  # in one order, whichever came first: products of floats depend on it
+            value = value * math.prod(self._factors[cause] for cause in sorted(causes))
+        if self._additions:
+            value = value + math.fsum(self._additions.values())
+        return value
 
     # ------------------------------------------------------------------ moving
 

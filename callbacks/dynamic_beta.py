@@ -26,6 +26,8 @@ from alignment.watching import HasLastMetrics, HasPairs, check_validates
 KL = "kl.coefficient"
 SCORES = ("val/rewards/accuracies", "val/accuracy", "val/reward")
 """Validation metrics of which more is better, whatever beta is."""
+BATCH = "batch"
+"""The cause of the factor that BatchBeta sets."""
 
 
 def strength(module: L.LightningModule, value: str | None, here: str) -> Schedulable:
@@ -178,7 +180,7 @@ class BatchBeta(Callback):
                 f"callbacks.BatchBeta needs a module of preference pairs (modules.DPO), not a "
                 f"{type(pl_module).__name__}; leave the callback out"
             )
-        pl_module.schedulables.find("beta", "callbacks.BatchBeta").claim(self._cause)
+        pl_module.schedulables.find("beta", "callbacks.BatchBeta").claim(BATCH)
         if stage == "fit":
             if pl_module.before_batch not in (None, self._choose):
                 raise UserError("callbacks.BatchBeta: something else chooses the batches already; leave one out")
@@ -189,16 +191,12 @@ class BatchBeta(Callback):
         if isinstance(pl_module, HasPairs) and pl_module.before_batch == self._choose:
             pl_module.before_batch = None
 
-    @property
-    def _cause(self) -> str:
-        return "batch"
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.on_train_batch_end(trainer, pl_module)  # a checkpoint may have been made before its batch had ended
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         assert isinstance(pl_module, HasPairs)
-        pl_module.schedulables["beta"].unscale(self._cause)
+        pl_module.schedulables["beta"].unscale(BATCH)
 
     def _choose(self, batch: GroupBatch) -> GroupBatch:
         """The pairs of this rank that count, with beta set. A collective."""
@@ -218,8 +216,8 @@ class BatchBeta(Callback):
         self.rule.update(gaps)
         kept = self.rule.keep(gaps, module.seed, module.batches_seen, rows)
         beta = module.schedulables["beta"]
-        lowest = self.smallest / beta.without(self._cause)
-        beta.scale(self._cause, max(self.rule.factor([gaps[i] for i in kept]), lowest))
+        lowest = self.smallest / beta.without(BATCH)
+        beta.scale(BATCH, max(self.rule.factor([gaps[i] for i in kept]), lowest))
         found = {**self.rule.state_dict(), "kept": len(kept) / len(gaps)}
         module.note_values({f"beta_dpo/{name}": value for name, value in found.items() if value is not None})
         chosen = {rows[i] for i in kept}

@@ -5,12 +5,14 @@ from datamodules.difficulty import StrataConfig
 from datamodules.preference import PreferenceData
 from datamodules.prompts import PromptData
 from datamodules.strata import DifficultyStratifiedBatchSampler
+from datamodules.stream import FollowConfig
 from datamodules.supervised import SupervisedData
 from datamodules.unpaired import UnpairedData
 
 __all__ = [
     "DatasetInfo",
     "DifficultyStratifiedBatchSampler",
+    "FollowConfig",
     "GroupData",
     "PreferenceData",
     "PromptData",

@@ -346,14 +346,18 @@ class GroupData(L.LightningDataModule):
         """The seed of the order: the data's own, else the run's."""
         return int(os.environ.get("PL_GLOBAL_SEED", "0")) if self.seed is None else self.seed
 
+    def _seat(self) -> tuple[int, int, bool]:
+        """(this rank, how many there are, whether batches go to a GPU)."""
+        if self.trainer is None:
+            return 0, 1, False
+        share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return share["rank"], share["num_replicas"], self.trainer.strategy.root_device.type == "cuda"
+
     def _loader(self, split: Split, shuffle: bool = False) -> StatefulLoader:
         store = self.groups(split)
-        rank, ranks, pin, overfit = 0, 1, False, False
-        if self.trainer is not None:
-            share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            rank, ranks = share["rank"], share["num_replicas"]
-            pin = self.trainer.strategy.root_device.type == "cuda"
-            overfit = self.trainer.overfit_batches > 0  # type: ignore[attr-defined]  # asks for the same batches in every epoch
+        rank, ranks, pin = self._seat()
+        # It asks for the same batches in every epoch.
+        overfit = self.trainer is not None and self.trainer.overfit_batches > 0  # type: ignore[attr-defined]
         if not len(store):
             raise UserError(f"'{self.path}' gives no rows for {split}; set val_fraction, or {split}_path")
         if split == "train" and self.drop_last and len(store) < self.batch_size:

@@ -222,7 +222,7 @@ class Format:
         `keys` are the columns most rows have: margin and weight are needed where they are among them.
         """
         if not isinstance(values, dict):
-            raise RowError("row has the wrong type", f"{type(values).__name__}, expected an object with named columns")
+            raise wrong_type(values)
         row = renamed(values, self.columns)
         prompt, completions, raw = self.parser(row)
         if purpose == "supervised":
@@ -307,6 +307,11 @@ def renamed(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
     return row
 
 
+def wrong_type(values: object) -> RowError:
+    """What is said of a row that has no columns."""
+    return RowError("row has the wrong type", f"{type(values).__name__}, expected an object with named columns")
+
+
 def common_keys(rows: Sequence[object]) -> frozenset[str]:
     """The keys that more than half of the rows have."""
     counts = Counter(key for row in rows if isinstance(row, dict) for key in row if isinstance(key, str))
@@ -314,11 +319,8 @@ def common_keys(rows: Sequence[object]) -> frozenset[str]:
     return frozenset(key for key, count in counts.items() if 2 * count > total)
 
 
-def detect(keys: frozenset[str], purpose: Purpose, columns: Mapping[str, str], source: str) -> Format:
-    """The format of rows with these keys. Raises UserError that lists what was found and what is accepted.
-
-    Mapped columns decide alone when they suffice, so that a mapping can choose among the formats a source offers.
-    """
+def check_columns(columns: Mapping[str, str], source: str) -> None:
+    """Raise UserError for a mapping from names that are none of ours."""
     for ours in columns:
         if ours not in NAMES:
             near = difflib.get_close_matches(ours, NAMES, n=1)
@@ -326,6 +328,14 @@ def detect(keys: frozenset[str], purpose: Purpose, columns: Mapping[str, str], s
                 f"columns maps our names to those of '{source}'; '{ours}' is none of ours"
                 + (f", did you mean '{near[0]}'?" if near else f" ({', '.join(NAMES)})")
             )
+
+
+def detect(keys: frozenset[str], purpose: Purpose, columns: Mapping[str, str], source: str) -> Format:
+    """The format of rows with these keys. Raises UserError that lists what was found and what is accepted.
+
+    Mapped columns decide alone when they suffice, so that a mapping can choose among the formats a source offers.
+    """
+    check_columns(columns, source)
     absent = [theirs for theirs in columns.values() if theirs not in keys]
     if absent:
         raise UserError(f"'{source}' has no column '{absent[0]}'; it has {', '.join(sorted(keys)) or 'none'}")

@@ -1,9 +1,9 @@
 """PreferenceData: prompts with a chosen and a rejected completion."""
 
-from datamodules.base import GroupData
+from datamodules.followed import FollowedData
 
 
-class PreferenceData(GroupData):
+class PreferenceData(FollowedData):
     """Pairs to compare: a group of two completions, the chosen first. See GroupData for the settings.
 
     Accepts prompt/chosen/rejected as texts or messages, instruction pairs, ShareGPT pairs, and pairs of whole

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from alignment.batches import Group
 from alignment.chat import ChatEncoder, Encoded, Message, Template, TemplateRefused, TrainOn, tokenizer_digest
 from alignment.errors import UserError
-from datamodules.formats import LABEL, Format, Purpose, Row, common_keys, detect
+from datamodules.formats import LABEL, Format, Purpose, Row, common_keys, detect, renamed, wrong_type
 from datamodules.reading import Record, Source
 from datamodules.rows import Lengths, RowError, RowReport
 from datamodules.store import DamagedCache, GroupStore
@@ -106,15 +106,23 @@ def prepare(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, 
     return Prepared(source=source, store=store, report=report, key=key)
 
 
-def read_row(record: Record, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Group:
-    """One row by itself. Raises RowError or TemplateRefused when it cannot be used, UserError when it is of no known
-    format. `name` is that of its source."""
-    source = Source(name=name, path=name, split="train", digest="", records=lambda: iter([record]))
-    keys, builder = common_keys([record.values]), _Builder(source, recipe, tokenizer)
+def read_row(record: Record, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> tuple[Group, int]:
+    """(one row by itself, the digest of its prompt). Raises RowError or TemplateRefused when it cannot be used. `name`
+    is that of its source."""
     if record.error is not None:
         raise record.error
-    builder._add(0, record, detect(keys, recipe.purpose, recipe.columns, name), keys)
-    return builder._groups[0]
+    if not isinstance(record.values, dict):
+        raise wrong_type(record.values)
+    renamed(record.values, recipe.columns)  # it says what is missing
+    source = Source(name=name, path=name, split="train", digest="", records=lambda: iter([record]))
+    keys, builder = common_keys([record.values]), _Builder(source, recipe, tokenizer)
+    try:
+        fmt = detect(keys, recipe.purpose, recipe.columns, name)
+    except UserError as error:
+        columns = ", ".join(sorted(keys)) or "none"
+        raise RowError(f"row is of no {recipe.purpose} format", f"it has the columns {columns}") from error
+    builder._add(0, record, fmt, keys)
+    return builder._groups[0], builder._keys[0]
 
 
 def prompt_key(row: Row) -> int:

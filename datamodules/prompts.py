@@ -193,7 +193,7 @@ class PromptData(GroupData):
         groups, faults = [], []
         for place, line in lines:
             try:
-                group = read_row(json_line(place, line), recipe, self.tokenizer, name)
+                group, _ = read_row(json_line(place, line), recipe, self.tokenizer, name)
             except (RowError, TemplateRefused, UserError) as error:
                 faults.append(f"{place} {error}")
             else:

@@ -77,7 +77,7 @@ class Splits:
                 self._places[split] = Place(path=path or train.path, split=name or train.split)
             elif train.path == WORLD and split != "predict":
                 self._places[split] = Place(path=WORLD, split=split)
-        self._config, self._val_fraction = config, val_fraction
+        self._config, self.val_fraction, self.max_eval_rows = config, val_fraction, max_eval_rows
         self._recipes = {split: replace(recipe, max_rows=max_eval_rows) for split in self._places}
         self._recipes["train"] = replace(recipe, max_rows=max_rows)
         self.cache_dir = cache_dir
@@ -104,6 +104,19 @@ class Splits:
         """What becomes of a training row."""
         return self._recipes["train"]
 
+    def apart(self, split: Split) -> bool:
+        """Whether the rows of a split are of another source than the training rows."""
+        return self._home(split) != "train"
+
+    def beside_training(self) -> list[Split]:
+        """The splits whose rows are in the source of the training rows, under a name of their own."""
+        path = self._places["train"].path
+        return [split for split, place in self._places.items() if split != "train" and place.path == path]
+
+    def held_out_keys(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+        """Digests of the prompts of sources given for validation and test."""
+        return {int(key) for split in self._guarded for key in self._prepare(split, tokenizer).store.prompt_keys}
+
     def loaded(self) -> Iterator[tuple[Split, Source, GroupStore]]:
         """The splits read so far with their sources."""
         for split, store in self._stores.items():
@@ -115,7 +128,7 @@ class Splits:
         if "train" not in self.prepared:
             return None
         held_out = {split: self.prepared[split].key for split in self._guarded if split in self.prepared}
-        made_by = [self.prepared["train"].key, self._val_fraction, held_out]
+        made_by = [self.prepared["train"].key, self.val_fraction, held_out]
         return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------ parts
@@ -141,7 +154,7 @@ class Splits:
         """The training source's share of `split`."""
         held_out = np.zeros(len(store), dtype=np.bool_)
         if "val" not in self._places:
-            held_out = _lowest(store.prompt_keys, self._val_fraction)
+            held_out = _lowest(store.prompt_keys, self.val_fraction)
         leaked = self._leaked(store, "train", self._guarded, tokenizer)
         return store.select(np.flatnonzero((~held_out if split == "train" else held_out) & ~leaked))
 

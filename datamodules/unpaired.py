@@ -1,9 +1,9 @@
 """UnpairedData: completions that somebody found good or bad, each by itself."""
 
-from datamodules.base import GroupData
+from datamodules.followed import FollowedData
 
 
-class UnpairedData(GroupData):
+class UnpairedData(FollowedData):
     """Labelled completions: the row value "label" is 1 for a good completion, 0 for a bad one. See GroupData for the
     settings.
 

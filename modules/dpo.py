@@ -38,6 +38,7 @@ from alignment.pair_objective import PairObjective
 from alignment.paired import PairedMixin, Weighting, check_weighting, pairs_of
 from alignment.pairs import pair_gaps
 from alignment.policy import PolicyConfig
+from alignment.protocols import follows
 from alignment.reference import ReferenceKind
 from alignment.reference_sync import ReferenceSync
 from alignment.referenced import ReferencedMixin
@@ -128,6 +129,8 @@ class DPO(PairedMixin, ReferencedMixin, L.LightningModule):
 
     def prepare_data(self) -> None:
         """Look for margins in the rows while there is no model yet; `predict` needs none."""
+        if self.margins and follows(self.trainer.datamodule):  # type: ignore[attr-defined]
+            raise UserError("margins need rows that are all known; with data.follow more arrive: leave one of them out")
         if self.margins and self.trainer.state.fn != TrainerFn.PREDICTING:
             check_margin_columns(self.rows_ahead(), self.margins)
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 
 from alignment import distributed
 from alignment.tiny import tiny_tokenizer
@@ -16,7 +13,8 @@ from callbacks import BatchBeta, PlateauBeta, Stages, TargetKL
 from datamodules import PreferenceData
 from modules.dpo import DPO
 from tests.distributed.online_modules_checks import SGD, same_on_all_ranks
-from tests.toys import TINY, trainer
+from tests.distributed.pair import as_a_rank, fitted
+from tests.toys import TINY
 from tests.unit.test_planned import rows
 
 STAGES: dict[str, Any] = {
@@ -57,15 +55,7 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     seen = Rows()
     stages = Stages(STAGES, confidence="model")
     watching = [stages, BatchBeta(), TargetKL(1e-3, horizon=20), PlateauBeta(patience=1), seen]
-    run = trainer(
-        folder,
-        callbacks=watching,
-        devices=world,
-        strategy="ddp" if world > 1 else "auto",
-        num_sanity_val_steps=0,
-        max_epochs=2,
-    )
-    run.fit(module, datamodule=data)
+    fitted(world, folder, module, data, callbacks=watching, max_epochs=2)
     assert data.draws.confidence is not None
     return {
         "rows": seen.rows,
@@ -79,6 +69,4 @@ def run(world: int, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = run(2, Path(sys.argv[1]))
-    (Path(sys.argv[1]) / f"found.rank{distributed.rank()}.json").write_text(json.dumps(found))
+    as_a_rank(run)

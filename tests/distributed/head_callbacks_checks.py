@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from alignment import distributed
 from callbacks import FocusReward, FusionStability, GradientNormRatio, OnlineHeadUpdate, RegressionGuard, StalledHead
 from datamodules import PromptData
 from modules.decoupled_po import DecoupledPO
 from tests.distributed.online_modules_checks import SGD, same_on_all_ranks
+from tests.distributed.pair import as_a_rank, fitted
 from tests.rl_toys import here, odd, online
-from tests.toys import trainer
 
 
 def length(completion: str, completion_ids: list[int]) -> float:
@@ -37,16 +33,8 @@ def run(world: int, folder: Path) -> dict[str, Any]:
     ratio, stalled = GradientNormRatio(control=True), StalledHead(steps=2)
     update = OnlineHeadUpdate("odd", str(folder / "feedback.jsonl"), wait=False)
     watching = [ratio, stalled, fusion, FocusReward(evaluations=1, steps=2, share=1.0), guard, update]
-    run = trainer(
-        folder,
-        callbacks=watching,
-        devices=world,
-        strategy="ddp" if world > 1 else "auto",
-        num_sanity_val_steps=0,
-        max_epochs=4,
-    )
-    run.fit(module, datamodule=data)
-    rates = {group["name"]: group["lr"] for group in run.optimizers[0].param_groups}
+    trained = fitted(world, folder, module, data, callbacks=watching, max_epochs=4)
+    rates = {group["name"]: group["lr"] for group in trained.optimizers[0].param_groups}
     return {
         "averages": ratio.averages,
         "stalled": stalled.constant,
@@ -56,11 +44,9 @@ def run(world: int, folder: Path) -> dict[str, Any]:
         "place": update.state_dict(),
         "rates": rates,
         "weights_equal": same_on_all_ranks(module),
-        "global_step": run.global_step,
+        "global_step": trained.global_step,
     }
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = run(2, Path(sys.argv[1]))
-    (Path(sys.argv[1]) / f"found.rank{distributed.rank()}.json").write_text(json.dumps(found))
+    as_a_rank(run)

@@ -10,7 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import torch
+
+from alignment import distributed
 from benchmarks.ports import meeting_port
+from tests.toys import trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,3 +53,20 @@ def of_one(run_all: Callable[[int, Path], object], folder: Path) -> dict[str, An
     run_all(1, folder)
     found: dict[str, Any] = json.loads((folder / "results.rank0.json").read_text())
     return found
+
+
+def fitted(world: int, folder: Path, module: L.LightningModule, data: Any, **settings: Any) -> L.Trainer:
+    """Train as one of so many ranks."""
+    share = {"devices": world, "strategy": "ddp" if world > 1 else "auto", "num_sanity_val_steps": 0}
+    run = trainer(folder, **share, **settings)
+    run.fit(module, datamodule=data)
+    return run
+
+
+def as_a_rank(run: Callable[[int, Path], dict[str, Any]]) -> None:
+    """What the checks find as one rank of two, for `of_two`."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    found = run(2, folder)
+    (folder / f"results.rank{distributed.rank()}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()  # else one of its threads may end the process with a fault

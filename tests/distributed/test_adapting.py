@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.adapting_checks import run
-from tests.distributed.pair import run_pair
+from tests.distributed.pair import of_two
 
 
 @pytest.mark.slow
 def test_two_processes_decide_alike(tmp_path: Path) -> None:
-    run_pair("adapting_checks", tmp_path, timeout=300)
-    first, second = (json.loads((tmp_path / f"found.rank{rank}.json").read_text()) for rank in range(2))
+    first, second = of_two("adapting_checks", tmp_path, timeout=300)
     assert first["weights_equal"]
     assert first == second
     one = run(1, tmp_path)

@@ -39,6 +39,7 @@ def row(fragment: str, i: int) -> dict[str, Any]:
             "rejected": f"\n\nHuman: {user}\n\nAssistant: {worse}",
         },
         "local_sft": {"instruction": user, "output": reply},
+        "feedback": {"prompt": user, "chosen": reply, "rejected": worse},
         "local_preference": {"question": user, "better": reply, "worse": worse},
         "local_labels": {"question": user, "answer": reply if i % 3 else worse, "liked": i % 3 > 0},
         "persona": {"question": user, "answer_matching_behavior": " Yes", "answer_not_matching_behavior": " No"},

@@ -1,4 +1,5 @@
-"""OnlineHeadUpdate: the file in rounds, what the job does with it under a fast clock, and its resume."""
+"""OnlineHeadUpdate: what the job does with rows that arrive, under a fast clock, and its resume. test_feedback.py has
+the files themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.errors import UserError
-from alignment.feedback import FeedbackFile, Place
+from alignment.feedback_writer import append_row
 from alignment.rewards.support import right
 from callbacks import Checkpoint, OnlineHeadUpdate, Signals
 from datamodules import PromptData, StrataConfig
@@ -102,59 +103,6 @@ def runs(module: Any, folder: Path, *callbacks: L.Callback, batches: int, **sett
     source = settings.pop("data", None) or data(folder)
     given = {"max_steps": batches, "max_epochs": -1, "num_sanity_val_steps": 0}
     return fit(module, folder, source, callbacks=list(callbacks), **(given | settings))[0]
-
-
-# ---------------------------------------------------------------------- the file
-
-
-def test_rounds_by_hand(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    file = FeedbackFile(path, every=HOUR)
-    place = file.begin(Place(), 0.0)
-    assert place == Place(due=HOUR)  # no file: the next look is in an hour
-    write(path, "a\n", "b\n", "\n", "c\n", "half a li")
-    assert file.begin(place, 10.0) == place
-    place = file.begin(place, HOUR)
-    assert place == Place(end=7, last=4, due=2 * HOUR)
-    write(path, "ne\n")  # of the next round
-    lines, place = file.read(place, 2)
-    assert (lines, place.position, place.row) == ([("row 1", "a"), ("row 2", "b")], 4, 2)
-    assert file.begin(place, 3 * HOUR) == place  # a round under way goes on
-    lines, place = file.read(place, 2)
-    assert (lines, place.position) == ([("row 4", "c")], 7)
-    assert file.read(place, 2) == ([], place)
-    place = file.begin(place, 2 * HOUR + 1)
-    assert file.read(place, 9)[0] == [("row 5", "half a line")]
-    assert place.due == 3 * HOUR + 1
-
-
-def test_a_file_that_became_shorter_is_read_from_its_start(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", "a\n", "b\n", "c\n")
-    file = FeedbackFile(path, every=1.0)
-    _, place = file.read(file.begin(Place(), 0.0), 2)
-    write(path, "x\n", mode="w")
-    lines, place = file.read(place, 9)  # inside a round nothing is left of it
-    assert lines == []
-    assert file.read(file.begin(place, 2.0), 9)[0] == [("row 1", "x")]
-
-
-def test_a_clock_that_was_put_back(tmp_path: Path) -> None:
-    file = FeedbackFile(write(tmp_path / "rows.jsonl", "a\n"), every=HOUR)
-    assert file.begin(Place(due=1e9), 0.0).end == 2
-
-
-def test_a_disk_that_cannot_be_read_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """And tried again: nothing is lost."""
-    path = write(tmp_path / "rows.jsonl", "a\n")
-    file = FeedbackFile(path, every=HOUR)
-    place = file.begin(Place(), 0.0)
-    path.unlink()
-    path.mkdir()
-    assert file.read(place, 1) == file.read(place, 1) == ([], place)
-    assert caplog.text.count("feedback cannot be read") == 1
-    path.rmdir()
-    write(path, "a\n")
-    assert file.read(place, 1)[0] == [("row 1", "a")]
 
 
 # ---------------------------------------------------------------------- the job
@@ -248,6 +196,45 @@ def test_a_short_trial_does_not_wait(tmp_path: Path) -> None:
     assert clock.slept == 0.0
 
 
+def test_a_folder_and_a_table_are_read_as_a_file_is(tmp_path: Path) -> None:
+    """Two rows each, one of which comes later; a round begins with both."""
+    for kind in ("folder", "rows.db"):
+        path = tmp_path / kind
+        if kind == "folder":
+            path.mkdir()
+        append_row(path, json.loads(row(1)))
+        update, seen, clock = job(path, {}, every=100.0, rows=2, poll=50.0)
+        sleep = update.sleep
+
+        def slept(seconds: float, path: Path = path, clock: Clock = clock, sleep: Any = sleep) -> None:
+            sleep(seconds)
+            if clock.time == 50.0:
+                append_row(path, json.loads(row(2)))
+
+        update.sleep = slept
+        runs(decoupled(rewards=RATED), tmp_path, update, seen, batches=1)
+        assert seen.seen == [(100.0, "low", ["Question 1?", "Question 2?"])]
+
+
+def test_it_ends_when_no_more_rows_come(tmp_path: Path) -> None:
+    """Rows at 0 and 150 s, then none for 160 s. The batch that it waited in leaves no trace."""
+    update, seen, clock = job(tmp_path / "feedback.jsonl", {0.0: [row(1)], 150.0: [row(2)]}, every=100.0, quiet=160.0)
+    keep = Checkpoint(dirpath=tmp_path / "checkpoints")
+    module = decoupled(rewards=RATED)
+    settings = {"plugins": [SafeCheckpointIO()], "enable_checkpointing": True}
+    runs(module, tmp_path, update, seen, keep, batches=9, **settings)
+    assert [prompts for _, _, prompts in seen.seen] == [["Question 1?"], ["Question 2?"]]
+    assert module.trainer.global_step == module.batches_seen == 2
+    assert module.trainer.fit_loop.epoch_loop.batch_progress.total.ready == 2
+    left = clock.time
+    update, seen, clock = job(tmp_path / "feedback.jsonl", {left: [row(3)]}, start=left, every=100.0)
+    module = decoupled(rewards=RATED)
+    limits = {"limit_val_batches": 0, "max_steps": 3, "max_epochs": -1}
+    run = trainer(tmp_path, callbacks=[update, seen], plugins=[SafeCheckpointIO()], **limits)
+    run.fit(module, datamodule=data(tmp_path), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert [prompts for _, _, prompts in seen.seen] == [["Question 3?"]]
+
+
 # ---------------------------------------------------------------------- leaving and coming back
 
 
@@ -337,16 +324,17 @@ def test_a_signal_while_it_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"every": 0.0}, "every is 0"), ({"every": float("inf")}, "every is inf"), ({"poll": -1.0}, "poll -1")],
+    [
+        ({"every": 0.0}, "every is 0"),
+        ({"every": float("inf")}, "every is inf"),
+        ({"poll": -1.0}, "poll -1"),
+        ({"rows": 0}, "rows is 0"),
+        ({"quiet": -1.0}, "quiet -1"),
+    ],
 )
 def test_bad_settings(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         OnlineHeadUpdate("low", str(tmp_path / "x.jsonl"), **settings)
-
-
-def test_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a folder"):
-        OnlineHeadUpdate("low", str(tmp_path))
 
 
 @pytest.mark.parametrize(
