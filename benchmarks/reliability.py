@@ -7,6 +7,8 @@
     R3   one file of a checkpoint truncated, flipped, zeroed, swapped or missing; noticed, the older one taken
     R5   a disk that refuses at a random call; survived once, the last good checkpoint intact, path and bytes named
     R7   NaN or infinity in one place for one batch; nothing damaged, one update left out, the place named
+    R10  programs that attack the sandbox or forge a verdict, and harmless ones; nothing got, no point, all run
+    R11  the sandbox with a layer missing; refused, with the reason
     R14  a signal, or two, at a random batch, validation or save; exit code and time; bit for bit
     R15  stops around an epoch's end, five inside one epoch, 2 -> 1 -> 2 processes; the same samples
 
@@ -42,10 +44,14 @@ from alignment.checkpoint import CheckpointError, SafeCheckpointIO, point, resol
 from alignment.checkpoint_folder import MANIFEST, STATE, TENSORS, load_checkpoint_folder
 from benchmarks import nonfinite, trials
 from benchmarks.faults import DAMAGE, SCENARIOS, Dead, Mortal, flip, save, state
+from benchmarks.sandbox import trials as sandbox
 from benchmarks.trials import ALGORITHMS, Plan
 
 QUIET = {"lightning.pytorch": logging.WARNING, "alignment.training": logging.ERROR, "alignment.online": logging.ERROR}
 """What hundreds of small runs would say hundreds of times."""
+
+ALL = ["R1", "R2", "R3", "R5", "R7", "R10", "R11", "R14", "R15"]
+"""What runs unless `--only` names less."""
 
 Try = Callable[[Path], str]
 """One try in an empty folder: "" when it passed, else what went wrong."""
@@ -312,7 +318,7 @@ def report(rows: list[Row], command: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n", type=int, default=100, help="tries of R1 for each algorithm")
-    parser.add_argument("--only", nargs="*", default=["R1", "R2", "R3", "R5", "R7", "R14", "R15"], help="ids to run")
+    parser.add_argument("--only", nargs="*", default=ALL, help="ids to run")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments, places and kinds of damage")
     parser.add_argument("--out", type=Path, default=Path("reports/reliability.md"), help="where to write the report")
@@ -329,18 +335,21 @@ def main(argv: list[str] | None = None) -> int:
         suite.prepare()
     # One job where the process itself is patched.
     plan = [
-        *[("R1", f"kill -9, {a}", suite.kills(a), options.jobs) for a in ALGORITHMS],
+        *[(f"R1 {a}", f"kill -9, {a}", suite.kills(a), options.jobs) for a in ALGORITHMS],
         ("R2", "death at every disk call", suite.deaths(), 1),
         ("R3", "damaged files", suite.damages(), 1),
         ("R5", "a disk that refuses", suite.refusals(), 1),
         ("R7", "NaN or infinity in one place", suite.nonfinite(), 1),
+        ("R10 attacks", "escapes and forged verdicts", sandbox.attacks(), 1),
+        ("R10 programs", "benign programs", sandbox.programs(), options.jobs),
+        ("R11", "a layer of the sandbox missing", sandbox.layers(), 1),
         ("R14", "signals", suite.signals(), options.jobs),
         ("R15", "stops at and around epoch ends, changing processes", suite.stops(), options.jobs),
     ]
     rows = [
-        measure(name if name != "R1" else f"R1 {what.split()[-1]}", what, tries, folder, jobs)
+        measure(name, what, tries, folder, jobs)
         for name, what, tries, jobs in plan
-        if name in options.only
+        if name.split()[0] in options.only
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(report(rows, f"python -m benchmarks.reliability --n {options.n} --seed {options.seed}"))

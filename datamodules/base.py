@@ -57,7 +57,7 @@ class GroupData(L.LightningDataModule):
 
     Args:
         path: a local file or folder (json, jsonl, csv, tsv, parquet, txt; .gz), the id of a hub dataset, or
-            "world:support", the built-in customer-support world.
+            "world:support", the built-in customer-support world, or "world:code", small programming tasks.
         split: which split of a hub dataset to train on.
         config: which configuration of a hub dataset, where it has several.
         val_path, val_split: validation rows of their own. Without either, `val_fraction` is held out (the built-in

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment import world
+from alignment import programming, world
 from alignment.errors import UserError
 from datamodules.gym import PREFIX, Generators
 from datamodules.rows import RowError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import datasets
 
 WORLD = "world:support"
+CODE = "world:code"
 _TABLES = (".csv", ".tsv")
 SUFFIXES = (".json", ".jsonl", *_TABLES, ".parquet", ".txt")
 _ENDINGS = f"{', '.join(SUFFIXES)}, each but parquet also with .gz"
@@ -51,11 +52,14 @@ class Source:
 
 
 def open_source(path: str, *, split: str, config: str | None, kind: world.Kind, size: int | None) -> Source:
-    """The source behind `path`: a local file or folder, `world:support`, `reasoning-gym:TASKS`, else a hub dataset.
+    """The source behind `path`: a local file or folder, `world:support`, `world:code`, `reasoning-gym:TASKS`, else a
+    hub dataset.
 
     `kind` chooses the rows of the built-in world, `size` their number and that of generated ones. Raises UserError when
     there is nothing to read.
     """
+    if path == CODE:
+        return _open_code(split, kind)
     if path.startswith("world:"):
         return _open_world(path, split, kind, size)
     if path.startswith(PREFIX):
@@ -83,12 +87,22 @@ def _suffix(path: Path) -> str:
 
 def _open_world(path: str, split: str, kind: world.Kind, size: int | None) -> Source:
     if path != WORLD:
-        raise UserError(f"the built-in world is called '{WORLD}', got '{path}'")
+        raise UserError(f"the built-in world is called '{WORLD}' and the programming tasks '{CODE}', got '{path}'")
     if split not in ("train", "val", "test"):
         raise UserError(f"'{WORLD}' has the splits train, val and test, got '{split}'")
     rows = world.load(kind, split, size=size)  # type: ignore[arg-type]
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     return Source(name=f"{path} ({kind})", path=path, split=split, digest=digest, records=lambda: _numbered(iter(rows)))
+
+
+def _open_code(split: str, kind: world.Kind) -> Source:
+    if split != "train":
+        raise UserError(f"'{CODE}' has one split, train, got '{split}'; val_fraction holds some of it out")
+    if kind == "preference":
+        raise UserError(f"'{CODE}' has prompts and their solutions, no pairs; use PromptData or SupervisedData")
+    rows = programming.rows(kind)
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    return Source(name=f"{CODE} ({kind})", path=CODE, split=split, digest=digest, records=lambda: _numbered(iter(rows)))
 
 
 def _open_gym(path: str, split: str, size: int | None) -> Source:

@@ -15,6 +15,11 @@ SHIPPED = {
     "LengthWithin": "length",
     "SoftOverlong": "length",
     "SequenceClassifier": "model",
+    "Compiles": "code",
+    "UnitTests": "code",
+    "RunTime": "code",
+    "Flake8": "code_lint",
+    "Bandit": "code_lint",
 }
 """Rewards that are named without a dot: name -> file."""
 

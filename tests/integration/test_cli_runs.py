@@ -17,6 +17,7 @@ from mlflow.tracking import MlflowClient
 import tests.cli_toys  # noqa: F401  # makes ToyModule and ToyData known by their short names
 from alignment.checkpoint import load_checkpoint_folder, resolve
 from alignment.cli import main
+from tests.sandboxes import need_sandbox
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = REPOSITORY / "configs"
@@ -303,6 +304,9 @@ def test_two_processes_record_one_run(workdir: Path) -> None:
 @pytest.mark.parametrize("config", sorted(p.name for p in CONFIGS.glob("*.yaml")))
 def test_every_complete_config_runs(workdir: Path, config: str) -> None:
     """Fit for two batches on the tiny policy, as written."""
+    if config == "code_generation.yaml":
+        pytest.importorskip("flake8")
+        need_sandbox()
     if config == "modpo.yaml":  # the built-in pairs have no column for it
         pair = {"chosen": "Three years.", "rejected": "That is a question that quite a lot of people ask."}
         rows = [{"prompt": f"Question {i}?", **pair, "brevity": 0.7} for i in range(40)]
@@ -321,5 +325,8 @@ def test_predictions_of_every_complete_config_are_written(config: str) -> None:
 @pytest.mark.parametrize("overlay", sorted(p.name for p in (CONFIGS / "debug").glob("*.yaml")))
 def test_every_debug_overlay_runs(workdir: Path, overlay: str) -> None:
     """Upon the DPO configuration, two batches long."""
+    if overlay == "code_generation_smoke.yaml":
+        pytest.importorskip("flake8")
+        need_sandbox()
     words = ["-c", str(CONFIGS / "dpo.yaml"), "-c", str(CONFIGS / "debug" / overlay), "--trainer.fast_dev_run", "2"]
     assert main(["fit", *words, "--trainer.accelerator", "cpu", *QUIET]) == 0
