@@ -18,11 +18,12 @@ from torch import Tensor
 
 from alignment import memory
 from alignment.batches import GroupBatch
+from alignment.causal_lm import evaluating
 from alignment.critic import Critic, CriticConfig
 from alignment.errors import UserError
 from alignment.experience import return_metrics, unscored
 from alignment.gae import gae, token_rewards, whiten
-from alignment.logprobs import TokenStats, evaluating
+from alignment.logprobs import TokenStats
 from alignment.metrics import Metrics, add_metrics, mean_of
 from alignment.online import OnlineMixin
 from alignment.policy_losses import value_loss, value_metrics

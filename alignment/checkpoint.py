@@ -81,7 +81,7 @@ class SafeCheckpointIO(CheckpointIO):
             self.failed_saves += 1
             if self.failed_saves > 1:
                 raise
-            if distributed.rank() == 0:
+            if distributed.process() == 0:
                 log.error("%s; training goes on, a second failed save in a row will stop it", error)
         else:
             self.failed_saves = 0
@@ -99,7 +99,7 @@ class SafeCheckpointIO(CheckpointIO):
         `weights_only` have nothing to add. `joined` False: see `load_checkpoint_folder`."""
         chosen = self._choose(_local(path), verify if joined else _verify_together)
         manifest = read_manifest(chosen)
-        if len(set(distributed.all_gather_objects((manifest["created"], manifest["config"])))) > 1:
+        if len(set(distributed.gather_from_processes((manifest["created"], manifest["config"])))) > 1:
             raise CheckpointError(f"the ranks do not see the same checkpoint at {path}; put it on a shared file system")
         return load_checkpoint_folder(chosen, joined=joined, hashed=not joined)
 
@@ -150,10 +150,10 @@ def _verify_together(path: Path) -> None:
     """Each rank hashes its share of the files; what is wrong with one is an error on every rank. A collective."""
     message = ""
     try:
-        verify(path, share=(distributed.rank(), distributed.world_size()))
+        verify(path, share=(distributed.process(), distributed.processes()))
     except CheckpointError as error:
         message = str(error)
-    if wrong := [str(found) for found in distributed.all_gather_objects(message) if found]:
+    if wrong := [str(found) for found in distributed.gather_from_processes(message) if found]:
         raise CheckpointError(wrong[0])
 
 

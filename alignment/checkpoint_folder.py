@@ -78,14 +78,14 @@ def write_together(state: dict[str, Any], path: Path) -> None:
     collective, which raises the same error on every rank: CheckpointError when any rank cannot write its part."""
     encoder = Encoder(spread=True)
     text = json.dumps(encoder.encode(state), allow_nan=False, separators=(",", ":")).encode()
-    first = distributed.rank() == 0
-    names: Any = distributed.all_gather_objects(encoder.names if first else None)[0]
+    first = distributed.process() == 0
+    names: Any = distributed.gather_from_processes(encoder.names if first else None)[0]
     parts = spread_file.parts_of({name: encoder.parts[name] for name in names})
     tensors = encoder.tensors if first else {}
     own = len(text) + sum(t.numel() * t.element_size() for t in (*parts.values(), *tensors.values())) + _SPARE_BYTES
-    need = sum(int(n) for n in distributed.all_gather_objects(own))  # type: ignore[call-overload]
+    need = sum(int(n) for n in distributed.gather_from_processes(own))  # type: ignore[call-overload]
     temporary = _hidden(path, "tmp")
-    mine = spread_file.file_name(distributed.rank(), distributed.world_size())
+    mine = spread_file.file_name(distributed.process(), distributed.processes())
     files: dict[str, tuple[int, str]] = {}
 
     def begin() -> None:
@@ -123,7 +123,7 @@ def _everywhere(act: Callable[[], Any] | None, path: Path, need: int) -> list[An
         message = str(error)
     except OSError as error:
         message = f"checkpoint {path} not written ({need:,} bytes): {error.strerror or error}"
-    found: list[Any] = distributed.all_gather_objects((result, message))
+    found: list[Any] = distributed.gather_from_processes((result, message))
     if failed := [text for _, text in found if text]:
         raise CheckpointError(failed[0])
     return [result for result, _ in found]
@@ -138,7 +138,7 @@ def _manifest(state: dict[str, Any], files: dict[str, tuple[int, str]]) -> bytes
         "epoch": int(state.get("epoch", 0)),
         "created": time.time_ns(),
         "config": hashlib.sha256(config_text.encode()).hexdigest(),
-        "world_size": distributed.world_size(),
+        "world_size": distributed.processes(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}},
         "files": {name: {"size": size, "sha256": digest} for name, (size, digest) in files.items()},
     }

@@ -25,7 +25,7 @@ from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.metrics import Metrics, add_metrics
 from alignment.skipped import Rerun
-from alignment.spread import is_spread, local
+from alignment.spread import is_spread, local, own_share
 from alignment.tied_rows import gathering_gradients
 from alignment.update import Counts, has_gradient, optimizer_of, reduce_gradients, step, without_ddp_reduction
 
@@ -185,13 +185,13 @@ def gram_of(gradients: Sequence[Sequence[Tensor | None]]) -> Tensor:
             continue
         flat = [local(t).reshape(-1) for t in tensors if t is not None]
         total, of_parts = total.to(flat[0].device), of_parts.to(flat[0].device)
-        cut = any(is_spread(t) for t in tensors)
-        spread, onto = spread or cut, of_parts if cut else total
+        cut = next((own_share(t) for t in tensors if t is not None and is_spread(t)), 0.0)  # 0: none of them is
+        spread, onto = spread or cut > 0, of_parts if cut else total
         index = torch.tensor(there, device=total.device)
         for start in range(0, flat[0].numel(), _CHUNK):
             block = torch.stack([t[start : start + _CHUNK].double() for t in flat])
-            onto[index[:, None], index] += block @ block.T
-    return total + distributed.all_reduce_sum(of_parts) if spread else total
+            onto[index[:, None], index] += block @ block.T * (cut or 1.0)
+    return total + distributed.sum_over_processes(of_parts) if spread else total
 
 
 def weighted_sum(tensors: Sequence[Tensor | None], factors: Sequence[float]) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -51,3 +51,25 @@ def _repeated(node: yaml.Node, seen: set[int]) -> Iterator[yaml.ScalarNode]:
                 yield key
             names.add(key.value)
         yield from _repeated(value, seen)
+
+
+def of_a_run(words: Sequence[str]) -> list[str]:
+    """The words of a command line with `--config FILE` for `--trainer FILE` where the file has settings of a whole run,
+    those of the trainer below `trainer`: files that shard set callbacks and the policy too."""
+    found = list(words)
+    for place, word in enumerate(words):
+        option, given, value = word.partition("=")
+        if option == "--trainer" and given and _has_trainer(value):
+            found[place] = f"--config={value}"
+        elif word == "--trainer" and _has_trainer("".join(words[place + 1 : place + 2])):
+            found[place] = "--config"
+    return found
+
+
+def _has_trainer(path: str) -> bool:
+    """Whether a file has the key `trainer`. What is wrong with it is told by whoever reads it."""
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(root, yaml.MappingNode) and any(key.value == "trainer" for key, _ in root.value)

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alignment.batches import GroupBatch
+from alignment.causal_lm import decoder_of
 from alignment.errors import UserError
-from alignment.logprobs import LogProbEngine, decoder_of
+from alignment.logprobs import LogProbEngine
 from alignment.policy import PolicyConfig, base_model, prepare
 from alignment.rewards.model import load_classifier
 from alignment.sharding import sharding_of

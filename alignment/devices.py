@@ -34,6 +34,6 @@ def mixture(kinds: Sequence[str]) -> str:
 
 def report_mixture(device: torch.device) -> None:
     """Warn on rank 0 when ranks run on devices of different kinds. A collective."""
-    message = mixture([str(kind) for kind in distributed.all_gather_objects(device_kind(device))])
-    if message and distributed.rank() == 0:
+    message = mixture([str(kind) for kind in distributed.gather_from_processes(device_kind(device))])
+    if message and distributed.process() == 0:
         log.warning("%s", message)

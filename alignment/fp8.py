@@ -33,11 +33,11 @@ import torch
 from torch import Tensor, nn
 
 from alignment.adapters import is_adapted
+from alignment.causal_lm import evaluating as in_eval_mode
 from alignment.checkpoint import checkpoint_of, load_checkpoint_folder
 from alignment.compiled import uncompiled
 from alignment.errors import UserError
 from alignment.logprobs import LogProbEngine
-from alignment.logprobs import evaluating as in_eval_mode
 from alignment.mixture import mixture
 from alignment.policy import base_model
 from alignment.probe import Probe
@@ -228,10 +228,11 @@ class Fp8Archive:
 
         A decoder layer is de-quantised when it is entered and let go when it is left; embeddings, LM head and what else
         is in no layer are de-quantised for the whole block. At no time is there more, so no second copy of the model.
+        Of weights sharded by FSDP2 each rank puts the archived share in place of its own, which it keeps for the block.
         Everything that calls the model works: `LogProbEngine`, whose heads read weights directly, `generate`, rollouts
         (which de-quantise every layer once a token: for long ones `restore` is faster).
 
-        Raises UserError as `restore` does, and for weights sharded by FSDP2.
+        Raises UserError as `restore` does.
         """
         own = self._fitting(module, name)
         exchanges = {key: (tensor, partial(self._value, name, key, tensor)) for key, tensor in own.items()}

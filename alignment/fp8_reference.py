@@ -12,6 +12,7 @@ from alignment.fp8 import LOGP_BOUND, Fp8Archive, logp_error
 from alignment.full_kl import Head
 from alignment.logprobs import TokenStats
 from alignment.reference import EngineFactory, Reference
+from alignment.sharding import is_sharded
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,12 @@ class Fp8Copy(Reference):
         with self._archive.evaluating(self._policy, START):
             values = self._engine(batch, logps=False, hidden="before").hidden
             head = Head.of(self._policy)
-            # Views of what the head holds now; its parameters are about to be the policy's again.
-            bias = None if head.bias is None else head.bias.detach()
-            head = replace(head, weight=head.weight.detach(), bias=bias)
+            # Views of what the head holds now; its parameters are about to be the policy's again, and those of a
+            # sharded one in the same memory.
+            weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
+            if is_sharded(self._policy):
+                weight, bias = weight.clone(), None if bias is None else bias.clone()
+            head = replace(head, weight=weight, bias=bias)
         assert values is not None
         return values, head
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from alignment.causal_lm import logit_form
 from alignment.errors import UserError
 from alignment.lm_head import HeadSpec, LogitForm, cut_columns, stats_dtype, tile_logits, tiles
-from alignment.logprobs import logit_form
 from alignment.spread import gathered
 
 FullKL = Literal["full_reverse", "full_jeffreys", "full_js"]

@@ -113,10 +113,10 @@ class FiniteGuard:
 
 
 def dump_batch(batch: GroupBatch, folder: Path, facts: Mapping[str, Any]) -> Path:
-    """Write this rank's part of a batch as `<folder>/rank<r>.safetensors`, with `facts` and the data columns beside it
+    """Write this process's part of a batch as `<folder>/rank<r>.safetensors`, with `facts` and data columns beside it
     as JSON. Returns the folder. An existing dump is kept: each batch is written once."""
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"rank{distributed.rank()}.safetensors"
+    target = folder / f"rank{distributed.process()}.safetensors"
     if target.exists():
         return folder
     own = [f.name for f in fields(batch) if f.name not in ("rows", "tokens", "columns")]

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.batches import GroupBatch
+from alignment.causal_lm import decoder_of
 from alignment.errors import UserError
 from alignment.full_kl import Head
 from alignment.head_config import BudgetConfig, FusionConfig, HeadsConfig, Pool
 from alignment.lm_head import LogitForm
-from alignment.logprobs import decoder_of
 from alignment.policy import base_model
 from alignment.randomness import generator
 from alignment.reference import Reference

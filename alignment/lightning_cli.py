@@ -38,9 +38,10 @@ from lightning_utilities.core.enums import StrEnum
 from alignment import runs
 from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
 from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings, of_settings
-from alignment.config_file import check_config_file
+from alignment.config_file import check_config_file, of_a_run
 from alignment.importing import collecting_no_garbage
 from alignment.settings import plain
+from alignment.strategies import refused
 from alignment.tracking import HasDatasetInputs, TrackingLogger
 from alignment.training import TrainingMixin
 
@@ -114,7 +115,7 @@ class AlignmentCLI(LightningCLI):
     """One command line. `args`: the words after `alignment`, the subcommand among them."""
 
     def __init__(self, args: list[str]) -> None:
-        self.words = args
+        self.words = args = of_a_run(args)
         super().__init__(
             save_config_callback=RecordRun,
             trainer_defaults={"logger": {"class_path": _LOGGER}, "use_distributed_sampler": False},
@@ -146,6 +147,10 @@ class AlignmentCLI(LightningCLI):
         for name, (default, instead) in _REFUSED.items():
             if trainer.get(name) != default:
                 raise CommandLineError(f"trainer.{name} is not used here: {instead}")
+        strategy = trainer.get("strategy")
+        named = strategy if isinstance(strategy, str) else strategy.get("class_path", "") if strategy else ""
+        if told := refused(named):
+            raise CommandLineError(told)
 
     def _check_nested(self) -> None:
         """A setting with fields of its own is a mapping of them; constructing it would not say which one is not."""

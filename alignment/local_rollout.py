@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from alignment.adapters import is_adapted
 from alignment.batches import Group
+from alignment.causal_lm import decoder_of, evaluating, is_low_precision
 from alignment.compiled import uncompiled
 from alignment.decoder_check import decoder_difference
 from alignment.decoding import Decoder, PlainDecoder
 from alignment.errors import UserError
-from alignment.logprobs import decoder_of, evaluating, is_low_precision
 from alignment.probe import Probe, obstacle
 from alignment.rollout import Rollout, RolloutStopped, SamplingConfig, assemble, completion_keys
 from alignment.sampling import draw

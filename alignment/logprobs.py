@@ -28,16 +28,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alignment.batches import GroupBatch
 from alignment.block_mask import block_mask
+from alignment.causal_lm import decoder_of, evaluating, is_low_precision, logit_form
 from alignment.compiled import uncompiled
 from alignment.errors import UserError
-from alignment.float8 import has_float8
 from alignment.grouped_attention import configs_of
 from alignment.layout import Layout, additive, attention_mask, layer_masks, pack
-from alignment.lm_head import LogitForm, log_collision, score_tokens, whole_stats
+from alignment.lm_head import log_collision, score_tokens, whole_stats
 from alignment.prefix_attention import prefix_attention
 from alignment.probe import Probe, check_causal, difference, obstacle
 from alignment.sharding import inside, is_sharded, one_token
@@ -372,32 +372,6 @@ class LogProbEngine:
         return self._run(path, batch, scores, scores, "at", 1.0)
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The part below the LM head, which maps token ids to final hidden states."""
-    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    if decoder is model:  # where transformers' own look-up does not know the architecture's name for it
-        decoder = next((m for m in model.children() if isinstance(m, PreTrainedModel)), model)
-    if decoder is model:
-        raise ValueError(f"cannot tell the decoder of {type(model).__name__} from its LM head")
-    return decoder
-
-
-def is_low_precision(model: PreTrainedModel) -> bool:
-    if model.dtype == torch.float64:
-        return False
-    rounded = model.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    return rounded or getattr(model, "quantization_method", None) is not None or has_float8(model)
-
-
-def logit_form(config: PreTrainedConfig) -> LogitForm:
-    """From the names the transformers architectures use; one that does otherwise is caught by `verify()`."""
-    scale = getattr(config, "logit_scale", None) or 1.0
-    return LogitForm(
-        scale=float(scale) / float(getattr(config, "logits_scaling", None) or 1.0),
-        softcap=getattr(config, "final_logit_softcapping", None),
-    )
-
-
 def _spread(values: Tensor | None, scored: Tensor, batch: GroupBatch) -> Tensor:
     """[scored] -> [C] fp32, 0 elsewhere."""
     out = torch.zeros(len(batch.completion_ids), dtype=torch.float32, device=batch.device)
@@ -413,20 +387,3 @@ def _captured(module: nn.Module) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the block, then every module back in its own mode.
-
-    Linear layers stay as they are: they do the same in both modes, except that 4-bit ones of bitsandbytes on a CPU
-    repack their weights for good when they run in eval mode.
-    """
-    modes = [(m, m.training) for m in model.modules() if not isinstance(m, nn.Linear)]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -39,9 +39,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from alignment.causal_lm import decoder_of
 from alignment.critic import CriticConfig, reward_dtype, split_classifier, zero_head
 from alignment.lm_head import KEPT_BYTES
-from alignment.logprobs import decoder_of
 from alignment.optim import OptimConfig
 from alignment.policy import PolicyConfig, add_lora, base_model, load_architecture
 from alignment.sources import adapter_config, loading, locate, locate_adapter

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from alignment.batches import GroupBatch
-from alignment.logprobs import LogProbEngine, evaluating
+from alignment.causal_lm import evaluating
+from alignment.logprobs import LogProbEngine
 from alignment.pair_losses import PairLogRatios
 from alignment.sharding import in_step
 

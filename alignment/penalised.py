@@ -15,11 +15,12 @@ from torch import Tensor
 
 from alignment import distributed, memory
 from alignment.batches import GroupBatch
+from alignment.causal_lm import evaluating, is_low_precision
 from alignment.errors import UserError
 from alignment.experience import ENTROPY, REF_LOGPS
 from alignment.full_kl import Head
 from alignment.kl import kl_metric
-from alignment.logprobs import TokenStats, evaluating, is_low_precision
+from alignment.logprobs import TokenStats
 from alignment.metrics import Metrics
 from alignment.objective import KEPT, OLD_LOGPS
 from alignment.optim import OptimConfig

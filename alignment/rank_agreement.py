@@ -48,9 +48,9 @@ def disagreement(parameters: Iterable[nn.Parameter], grad_norm: float | None) ->
     Args:
         grad_norm: of this rank's last update, over all parameters, as `GradientListener` gets it.
     """
-    if distributed.world_size() == 1:
+    if distributed.processes() == 1:
         return {}
-    gathered: list[tuple[int, float | None]] = distributed.all_gather_objects(  # type: ignore[assignment]
+    gathered: list[tuple[int, float | None]] = distributed.gather_from_processes(  # type: ignore[assignment]
         (fingerprint(parameters), grad_norm)
     )
     prints, norms = Counter(print_ for print_, _ in gathered), [norm for _, norm in gathered if norm is not None]

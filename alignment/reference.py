@@ -21,19 +21,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters import is_adapted
+from alignment import distributed
 from alignment.batches import GroupBatch
-from alignment.distributed import all_gather_objects, rank, world_size
 from alignment.errors import UserError
-from alignment.float8 import float8_as_in
+from alignment.frozen import (
+    as_found,
+    follow,
+    peft_model,
+    read_logps,
+    read_states,
+    read_stats,
+    reference_parameter,
+    starting_policy,
+)
 from alignment.full_kl import Head
 from alignment.logprobs import LogProbEngine
-from alignment.policy import PolicyConfig, load_policy, model_digest
+from alignment.policy import PolicyConfig, model_digest
 from alignment.reference_cache import (
     DamagedCacheError,
     LogpTable,
@@ -43,11 +51,8 @@ from alignment.reference_cache import (
     row_keys,
     write_table,
 )
-from alignment.sharding import in_step, sharding_of
+from alignment.sharding import in_step
 from alignment.spread import whole
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 log = logging.getLogger(__name__)
 
@@ -150,20 +155,20 @@ class AdapterOff(Reference):
     kind = "adapter_off"
 
     def __init__(self, policy: nn.Module, engine_factory: EngineFactory) -> None:
-        self._peft = _peft_model(policy)
+        self._peft = peft_model(policy)
         self._engine = engine_factory(policy)
 
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
-        with _as_found(self._peft), self._peft.disable_adapter():
-            return _logps(self._engine, batch, temperature)
+        with as_found(self._peft), self._peft.disable_adapter():
+            return read_logps(self._engine, batch, temperature)
 
     def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
-        with _as_found(self._peft), self._peft.disable_adapter():
-            return _stats(self._engine, batch)
+        with as_found(self._peft), self._peft.disable_adapter():
+            return read_stats(self._engine, batch)
 
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
-        with _as_found(self._peft), self._peft.disable_adapter():
-            return _states(self._engine, batch), Head.of(self._peft)
+        with as_found(self._peft), self._peft.disable_adapter():
+            return read_states(self._engine, batch), Head.of(self._peft)
 
 
 class FrozenAdapter(Reference):
@@ -173,9 +178,9 @@ class FrozenAdapter(Reference):
     name = "reference"
 
     def __init__(self, policy: nn.Module, engine_factory: EngineFactory) -> None:
-        self._peft = _peft_model(policy)
+        self._peft = peft_model(policy)
         self._active = self._peft.active_adapter
-        with torch.random.fork_rng(devices=[]), _as_found(self._peft):
+        with torch.random.fork_rng(devices=[]), as_found(self._peft):
             self._peft.add_adapter(self.name, replace(self._peft.peft_config[self._active], inference_mode=True))
             for source, twin in self.trained().values():
                 twin.data = whole(source).detach().clone()
@@ -193,19 +198,19 @@ class FrozenAdapter(Reference):
 
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
         with self._switched():
-            return _logps(self._engine, batch, temperature)
+            return read_logps(self._engine, batch, temperature)
 
     def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
         with self._switched():
-            return _stats(self._engine, batch)
+            return read_stats(self._engine, batch)
 
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
         with self._switched():
-            return _states(self._engine, batch), Head.of(self._peft)
+            return read_states(self._engine, batch), Head.of(self._peft)
 
     @contextmanager
     def _switched(self) -> Iterator[None]:
-        with _as_found(self._peft):
+        with as_found(self._peft):
             self._peft.set_adapter(self.name, inference_mode=True)
             try:
                 yield
@@ -220,27 +225,27 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: nn.Module, config: PolicyConfig, engine_factory: EngineFactory) -> None:
         self._policy = policy
-        self._model = _starting_policy(config, like=policy)
+        self._model = starting_policy(config, like=policy)
         self._engine = engine_factory(self._model)
         self._trained = [p.requires_grad for p in policy.parameters()]
 
     def trained(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        _follow(self._model, self._policy)
+        follow(self._model, self._policy)
         # In order, not by name: a compiler or a sharder puts prefixes to the policy's names.
         both = zip(self._model.named_parameters(), self._policy.parameters(), self._trained, strict=True)
         return {name: (source, own) for (name, own), source, trained in both if trained}
 
     def token_logps(self, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
-        _follow(self._model, self._policy)
-        return _logps(self._engine, batch, temperature)
+        follow(self._model, self._policy)
+        return read_logps(self._engine, batch, temperature)
 
     def token_stats(self, batch: GroupBatch) -> tuple[Tensor, Tensor]:
-        _follow(self._model, self._policy)
-        return _stats(self._engine, batch)
+        follow(self._model, self._policy)
+        return read_stats(self._engine, batch)
 
     def states(self, batch: GroupBatch) -> tuple[Tensor, Head]:
-        _follow(self._model, self._policy)
-        return _states(self._engine, batch), Head.of(self._model)
+        follow(self._model, self._policy)
+        return read_states(self._engine, batch), Head.of(self._model)
 
 
 class Cached(Reference):
@@ -296,42 +301,42 @@ class Cached(Reference):
             return
         log.info("reference log-probs: computing %d rows for %s", sum(map(len, keys)), path)
         self._table = self._compute(parts, micro_batch_tokens)
-        if rank() == 0:
+        if distributed.process() == 0:
             _keep(path, key, self._table)
-        all_gather_objects(None)  # nobody goes on, and perhaps ends, while the file is being written
+        distributed.gather_from_processes(None)  # nobody goes on, and perhaps ends, while the file is being written
 
     def _compute(self, parts: list[GroupBatch], micro_batch_tokens: int | None) -> LogpTable:
         """Each rank computes every world-th batch; all ranks get all rows."""
         policy = self._policy
         if model_digest(policy, self._config) != self._digest:
             log.info("reference log-probs: training has moved the policy, loading its start")
-            policy = _starting_policy(self._config, like=policy)
+            policy = starting_policy(self._config, like=policy)
         engine = self._engine_factory(policy)
         rows: dict[int, Tensor] = {}
-        with _as_found(policy):
-            device = _reference_parameter(policy).device
-            mine = parts[rank() :: world_size()]
+        with as_found(policy):
+            device = reference_parameter(policy).device
+            mine = parts[distributed.rank() :: distributed.world_size()]
             own = (micro for batch in mine for micro in batch.to(device).split(micro_batch_tokens))
             for micro in in_step(policy, own, GroupBatch.from_groups([]).to(device)):
-                values = _stats(engine, micro) if self._entropy else (_logps(engine, micro),)
+                values = read_stats(engine, micro) if self._entropy else (read_logps(engine, micro),)
                 parts_of_rows = torch.split(torch.stack(values).cpu(), micro.completion_lengths.tolist(), dim=1)
                 rows.update(zip(row_keys(micro), parts_of_rows, strict=True))
         gathered: dict[int, Tensor] = {}
-        for part in all_gather_objects({k: v.numpy() for k, v in rows.items()}):
+        for part in distributed.all_gather_objects({k: v.numpy() for k, v in rows.items()}):
             assert isinstance(part, dict)
             gathered.update({k: torch.from_numpy(v) for k, v in part.items()})
         return LogpTable.from_rows(gathered)
 
 
 def _read_agreed(path: Path, key: str) -> LogpTable | None:
-    """The table if every rank can read it; a rank that cannot see the file (another node) makes all compute it."""
+    """The table if every process can read it; one that cannot see the file (another node) makes all compute it."""
     table = None
     if path.is_file():
         try:
             table = read_table(path, key)
         except DamagedCacheError as error:
             log.warning("reference log-probs: %s is damaged (%s) and will be computed again", path, error)
-    return table if all(all_gather_objects(table is not None)) else None
+    return table if all(distributed.gather_from_processes(table is not None)) else None
 
 
 def _keep(path: Path, key: str, table: LogpTable) -> None:
@@ -340,75 +345,3 @@ def _keep(path: Path, key: str, table: LogpTable) -> None:
     except OSError as error:
         log.warning("reference log-probs: not kept for the next run, %s cannot be written: %s", path, error)
 
-
-# ----------------------------------------------------------------------------------------------------------- utilities
-
-
-def _logps(engine: LogProbEngine, batch: GroupBatch, temperature: float = 1.0) -> Tensor:
-    with torch.no_grad():
-        values = engine(batch, temperature=temperature).logps
-    assert values is not None
-    return values
-
-
-def _stats(engine: LogProbEngine, batch: GroupBatch) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        stats = engine(batch, entropy=True)
-    assert stats.logps is not None
-    assert stats.entropy is not None
-    return stats.logps, stats.entropy
-
-
-def _states(engine: LogProbEngine, batch: GroupBatch) -> Tensor:
-    with torch.no_grad():
-        values = engine(batch, logps=False, hidden="before").hidden
-    assert values is not None
-    return values
-
-
-def _starting_policy(config: PolicyConfig, *, like: nn.Module) -> nn.Module:
-    """The policy before training, frozen, in evaluation mode, where, in the dtype and sharded as `like` is."""
-    model = load_policy(replace(config, gradient_checkpointing=False)).eval().requires_grad_(False)
-    float8_as_in(model, like)
-    if (sharding := sharding_of(like)) is not None:
-        sharding(model)
-    _follow(model, like)
-    return model
-
-
-def _follow(model: nn.Module, policy: nn.Module) -> None:
-    """Move to the policy's device, and to its dtype (Lightning's true-half precisions convert the policy late)."""
-    target, own = _reference_parameter(policy), _reference_parameter(model)
-    if (own.device, own.dtype) != (target.device, target.dtype):
-        nn.Module.to(model, target.device, target.dtype)
-
-
-def _reference_parameter(model: nn.Module) -> nn.Parameter:
-    """Any floating-point parameter; it stands for the model's device and dtype."""
-    return next(p for p in model.parameters() if p.is_floating_point())
-
-
-def _peft_model(policy: nn.Module) -> PeftModel:
-    """The PeftModel, also inside a compiled or sharded wrapper."""
-    found = next((m for m in policy.modules() if is_adapted(m)), None)
-    if found is None:
-        raise UserError(f"{type(policy).__name__} has no adapters to switch; use reference=cached or copy")
-    return found
-
-
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module's mode and every parameter's requires_grad is as before.
-
-    Dropout must not act on a reference, and peft marks adapters as trainable or frozen whenever one is switched.
-    """
-    modes = [(m, m.training) for m in model.modules()]
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from alignment import distributed
 from alignment.batches import Group, GroupBatch
 from alignment.errors import UserError
+from alignment.tensor_parallel import cut_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,16 +49,19 @@ class Sharding:
 
     Args:
         mesh: one-dimensional: the ranks.
+        twins: one-dimensional: the processes of this rank, among which layers are cut first
+            (`alignment.tensor_parallel`). None where each rank is one process.
         param_dtype: format in which parameters are gathered and blocks computed. None: that of the parameters.
         reduce_dtype: format in which gradients are summed over ranks. None: that of the gradients.
     """
 
     mesh: DeviceMesh
+    twins: DeviceMesh | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        """Raises UserError for a model whose blocks cannot be told."""
+        """Raises UserError for a model whose blocks cannot be told, or which cannot be cut."""
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
         from transformers import PreTrainedModel
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -68,6 +72,8 @@ class Sharding:
             raise UserError(
                 f"callbacks.FSDP2 cannot tell the blocks of {type(root).__name__}; use trainer.strategy ddp for it"
             )
+        if self.twins is not None:
+            cut_layers(root, self.twins, self.mesh.size())
         settings: dict[str, Any] = {
             "mesh": self.mesh,
             # The outermost too: between forward and backward its parameters are found as they are at any other time.

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from alignment.batches import Group, GroupBatch
 from alignment.branches import Branches, StepCosts
+from alignment.causal_lm import decoder_of, logit_form
 from alignment.decoding import Decode, cache_argument
 from alignment.grouped_attention import configs_of, grouped_attention
 from alignment.kv_cache import KVCache
 from alignment.layout import LayerMask, additive, attention_mask, layer_masks, pack
-from alignment.logprobs import decoder_of, logit_form
 
 # Tokens of one prefill pass; bounds its [rows, width, width] masks and its activations.
 _PREFILL_TOKENS = 16384

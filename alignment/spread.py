@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from alignment import distributed
+
 _DTENSOR = "torch.distributed.tensor"
 """Imported where it is used, since that takes a second; no tensor is spread before."""
 
@@ -26,6 +28,20 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
+
+
+def is_twin(tensor: Tensor) -> bool:
+    """Whether the processes of a rank (`alignment.distributed`) hold the same part of a spread tensor."""
+    if distributed.twins() == 1:
+        return False
+    placements, mesh = tensor.placements, tensor.device_mesh  # type: ignore[attr-defined]
+    return mesh.size() < distributed.processes() or any(placement.is_replicate() for placement in placements)
+
+
+def own_share(tensor: Tensor) -> float:
+    """What a sum over all processes counts this one's part of a spread tensor with: 1, or less where its twins hold the
+    same."""
+    return 1.0 / distributed.twins() if is_twin(tensor) else 1.0
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -49,9 +65,13 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def cut_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A whole tensor, the same on every rank, spread as `like` is."""
+    return from_part(own_block(tensor, like).clone(), like)
+
+
+def own_block(tensor: Tensor, like: Tensor) -> Tensor:
+    """What this rank would hold of a whole tensor that were spread as `like` is: a view."""
     shape, offset = place_of(like)
-    part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
-    return from_part(part, like)
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
 
 
 def place_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

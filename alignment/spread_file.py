@@ -16,23 +16,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from alignment.spread import cut_like, from_part, is_spread, local, place_of
+from alignment import distributed
+from alignment.spread import cut_like, from_part, is_spread, is_twin, local, place_of
 from alignment.tensor_file import DTYPES
 
 FILE = re.compile(r"shard-\d{5}-of-\d{5}\.safetensors")
 
 
-def file_name(rank: int, world: int) -> str:
-    return f"shard-{rank:05d}-of-{world:05d}.safetensors"
+def file_name(process: int, processes: int) -> str:
+    return f"shard-{process:05d}-of-{processes:05d}.safetensors"
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entry -> what this rank holds of each spread tensor and no rank before it; nothing of one it holds nothing of."""
+    """Entry -> what this process holds of each spread tensor; nothing of one it holds nothing of, and nothing where its
+    rank's first process holds the same."""
     found = {}
     for name, tensor in tensors.items():
         part = local(tensor.detach())
-        if part.numel():
-            found[f"{name}@{','.join(map(str, place_of(tensor)[1]))}"] = part
+        if part.numel() and (distributed.speaks_for_rank() or not is_twin(tensor)):
+            shape, offset = place_of(tensor)
+            assert shape == tuple(part.shape), f"{name}: what a process holds is one block"
+            found[f"{name}@{','.join(map(str, offset))}"] = part
     return found
 
 

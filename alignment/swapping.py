@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alignment.compiled import uncompiled
-from alignment.errors import UserError
-from alignment.spread import is_spread
+from alignment.spread import is_spread, local, own_block
 
 Exchange = tuple[Tensor, Callable[[], Tensor]]
 """A parameter or buffer, and what makes its other value: of the same shape, dtype and device."""
@@ -28,23 +27,25 @@ def swapped(module: nn.Module, exchanges: Mapping[str, Exchange]) -> Iterator[No
 
     Those of a decoder layer are made when the layer is called, and gone when it returns. Those outside of all layers,
     and those that a layer shares with something outside, are made at once and kept for the block: heads are read there
-    without being called. Of a model without decoder layers of transformers that is all of it.
+    without being called. Of a model without decoder layers of transformers that is all of it. Of a tensor that is
+    spread over ranks (FSDP2) the part that this process holds is overwritten for the block, where layers gather it,
+    and kept beside it meanwhile; the other value is whole, made and cut one at a time.
 
-    Blocks may be nested: the inner one counts. Call it without gradients; compiled layers run as they are. Raises
-    UserError for weights sharded by FSDP2, which a layer gathers by itself when it is called.
+    Blocks may be nested: the inner one counts. Call it without gradients; compiled layers run as they are.
     """
-    if any(is_spread(tensor) for tensor, _ in exchanges.values()):
-        raise UserError("other weights cannot be put under a model that FSDP2 shards; restore the archived policy")
+    held = [e for e in exchanges.values() if not is_spread(e[0])]
     layers = decoder_layers(module)
     outside = _outside(module, layers)
-    kept = _Part([e for e in exchanges.values() if id(e[0]) in outside])
-    parts = [kept]
+    kept = _Part([e for e in held if id(e[0]) in outside])
+    spread = _Spread([e for e in exchanges.values() if is_spread(e[0])])
+    parts: list[_Part] = [kept, spread]
     handles: list[Any] = []
     try:
         kept.fill()
+        spread.fill()
         for layer in layers:
             inside = {id(t) for t in (*layer.parameters(), *layer.buffers())} - outside
-            part = _Part([e for e in exchanges.values() if id(e[0]) in inside])
+            part = _Part([e for e in held if id(e[0]) in inside])
             parts.append(part)
             # The last hook before and the first one after: nested blocks then open and close like brackets.
             handles.append(layer.register_forward_pre_hook(part.before))
@@ -112,3 +113,20 @@ class _Part:
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:
         self.empty()
+
+
+class _Spread(_Part):
+    """Those that are spread over ranks: in place, since whoever gathers them knows their memory."""
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        for tensor, make in self._exchanges:
+            value, part = make(), local(tensor)
+            self._own.append(part.clone())
+            part.copy_(own_block(value, tensor))
+
+    @torch.no_grad()
+    def empty(self) -> None:
+        for (tensor, _), own in zip(self._exchanges, self._own, strict=False):
+            local(tensor).copy_(own)
+        self._own = []

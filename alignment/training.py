@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -29,18 +28,14 @@ from alignment.protocols import HasPurpose, MetricListener, SizedBatches
 from alignment.resume import rewind, settle, stand_at
 from alignment.schedulable import LR, Moved, Schedulable, Schedulables
 from alignment.settings import as_config, holds_callable, plain
-from alignment.sharded_strategy import ShardedStrategy
 from alignment.sharding import in_step
 from alignment.spread import clip_gradients
 from alignment.stopping import droppable
-from alignment.transformer_engine import TransformerEngine
+from alignment.strategies import check_trainer
 
 log = logging.getLogger(__name__)
 
 STATE_KEY = "alignment"
-
-# 16-mixed scales the loss, which `update` does not undo; the -true ones would round log-probs and weights of the batch.
-PRECISIONS = ("32-true", "bf16-mixed")
 
 DATA = {
     "supervised": ("rows to imitate", "SupervisedData"),
@@ -156,22 +151,8 @@ class TrainingMixin(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse Trainer settings under which training would be wrong, and data for another purpose. A subclass that
         overrides this calls super."""
-        strategy, precision = self.trainer.strategy, str(self.trainer.precision)
-        if isinstance(strategy, ModelParallelStrategy) and not isinstance(strategy, ShardedStrategy):
-            raise UserError(
-                "trainer.strategy is ModelParallelStrategy and nothing shards the model: add callbacks.FSDP2"
-            )
-        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy):
-            raise UserError(
-                f"trainer.strategy {type(strategy).__name__} is not supported; use auto, ddp, or ModelParallelStrategy "
-                "with callbacks.FSDP2 (docs/scale.md)"
-            )
-        if precision not in PRECISIONS and not isinstance(self.trainer.precision_plugin, TransformerEngine):
-            raise UserError(
-                f"trainer.precision {precision} is not supported; use {' or '.join(PRECISIONS)}, and policy.dtype for "
-                "the number format of the weights (FP8: docs/fp8.md)"
-            )
-        report_mixture(strategy.root_device)
+        check_trainer(self.trainer)
+        report_mixture(self.trainer.strategy.root_device)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if self.reads is not None and isinstance(data, HasPurpose) and data.purpose != self.reads:
             (needed, wanted), (given, _) = DATA[self.reads], DATA[data.purpose]
@@ -260,7 +241,7 @@ class TrainingMixin(L.LightningModule):
 
     def note_batch_size(self, groups: float) -> None:
         """Warn once about a batch so small that gradients are noisy. `groups` counts over all ranks."""
-        if not self._batch_size_noted and 0 < groups < SMALL_BATCH and distributed.rank() == 0:
+        if not self._batch_size_noted and 0 < groups < SMALL_BATCH and distributed.process() == 0:
             log.warning("a batch of %d groups: below %d gradients are noisy (data.batch_size)", groups, SMALL_BATCH)
         self._batch_size_noted = self._batch_size_noted or groups > 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ from alignment.metrics import Metrics, add_metrics
 from alignment.protocols import GradientListener
 from alignment.sharding import is_sharded
 from alignment.skipped import Rerun, SkipListener, Skipped
-from alignment.spread import is_spread, local
+from alignment.spread import is_spread, is_twin, local, own_share
 from alignment.tied_rows import gathering_gradients
 
 if TYPE_CHECKING:
@@ -88,27 +88,24 @@ def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
     A gradient missing on this rank counts as zeros; one missing on every rank stays None, so that an optimizer treats
     it as one process would. Every rank must hold the same parameters in the same order. Those of sharded parameters
-    have been summed when they were cut, in the backward pass.
+    have been summed when they were cut, in the backward pass. Processes that are one rank have computed the same, but
+    for what a device adds up in no fixed order; they get their mean, so that their weights stay the same.
     """
+    if distributed.twins() > 1:
+        shared = [local(p.grad) for p in parameters if p.grad is not None and is_spread(p) and is_twin(p)]
+        _in_buckets(shared, _mean_over_twins)
     parameters = [p for p in parameters if not is_spread(p)]
-    if distributed.world_size() == 1 or not parameters:
+    if distributed.processes() == 1 or not parameters:
         return
     device = parameters[0].device
     present = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
-    used = [p for p, n in zip(parameters, distributed.all_reduce_sum(present).tolist(), strict=True) if n > 0]
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for p in used:
+    counts = distributed.sum_over_processes(present).tolist()
+    used: list[Tensor] = []
+    for p in (p for p, n in zip(parameters, counts, strict=True) if n > 0):
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        nbytes = p.grad.numel() * p.grad.element_size()
-        if bucket and (size + nbytes > BUCKET_BYTES or p.grad.dtype != bucket[0].dtype):
-            _reduce_bucket(bucket)
-            bucket, size = [], 0
-        bucket.append(p)
-        size += nbytes
-    if bucket:
-        _reduce_bucket(bucket)
+        used.append(p.grad)
+    _in_buckets(used, _sum_over_ranks)
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -116,19 +113,44 @@ def total_norm(grads: Sequence[Tensor]) -> Tensor:
     has three digits. A collective where gradients are spread over ranks."""
     norms = [torch.linalg.vector_norm(local(g), dtype=torch.promote_types(g.dtype, torch.float32)) for g in grads]
     stacked = torch.stack([n.to(norms[0].device) for n in norms])
-    spread = torch.tensor([is_spread(g) for g in grads], device=stacked.device)
-    if not bool(spread.any()):
+    shares = [own_share(g) if is_spread(g) else 0.0 for g in grads]  # 0: this process holds all of it
+    if not any(shares):
         total: Tensor = torch.linalg.vector_norm(stacked)
         return total
-    squares = stacked.double().square()
-    parts = distributed.all_reduce_sum(squares[spread].sum())
-    return (parts + squares[~spread].sum()).sqrt().to(stacked.dtype)
+    squares, share = stacked.double().square(), torch.tensor(shares, dtype=torch.float64, device=stacked.device)
+    parts = distributed.sum_over_processes((squares * share)[share > 0].sum())
+    return (parts + squares[share == 0].sum()).sqrt().to(stacked.dtype)
 
 
-def _reduce_bucket(bucket: Sequence[nn.Parameter]) -> None:
-    grads = [p.grad for p in bucket if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in grads])
+def _sum_over_ranks(flat: Tensor) -> None:
     dist.all_reduce(flat)
+    if distributed.twins() > 1:
+        flat.div_(distributed.twins())
+
+
+def _mean_over_twins(flat: Tensor) -> None:
+    distributed.sum_over_twins_(flat)
+    flat.div_(distributed.twins())
+
+
+def _in_buckets(grads: Iterable[Tensor], reduce: Callable[[Tensor], None]) -> None:
+    """`reduce` in place, of flat copies of at most 64 MiB of these tensors at a time."""
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in grads:
+        nbytes = grad.numel() * grad.element_size()
+        if bucket and (size + nbytes > BUCKET_BYTES or grad.dtype != bucket[0].dtype):
+            _reduce_bucket(bucket, reduce)
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += nbytes
+    if bucket:
+        _reduce_bucket(bucket, reduce)
+
+
+def _reduce_bucket(grads: Sequence[Tensor], reduce: Callable[[Tensor], None]) -> None:
+    flat = torch.cat([g.flatten() for g in grads])
+    reduce(flat)
     for g, part in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
         g.copy_(part.view_as(g))
 
@@ -215,10 +237,10 @@ def step(
     norm = total_norm(grads) if grads else torch.zeros((), device=module.device)
     unsafe = module.guard.unsafe(optimizer.optimizer)
     # Loss and gradients are sums over ranks, so every rank sees the same values and takes the same branch. What makes
-    # a step unsafe may be known on one rank alone: it goes with the loss.
-    own = torch.stack([share, torch.full_like(share, float(bool(unsafe)))])
-    loss, unsafe_ranks, total = torch.cat([distributed.all_reduce_sum(own), norm.double()[None]]).tolist()
-    finite = math.isfinite(loss) and math.isfinite(total) and unsafe_ranks == 0
+    # a step unsafe may be known in one process alone: it goes with the loss.
+    own = torch.stack([share / distributed.twins(), torch.full_like(share, float(bool(unsafe)))])
+    loss, unsafe_processes, total = torch.cat([distributed.sum_over_processes(own), norm.double()[None]]).tolist()
+    finite = math.isfinite(loss) and math.isfinite(total) and unsafe_processes == 0
     lr = float(optimizer.param_groups[0]["lr"])
     if finite:
         seen = {**(norms or {}), **module.part_norms(), "total": total}
@@ -258,7 +280,7 @@ def _explain(
     for more in found:
         facts |= more
     dump_batch(batch, folder, facts)
-    if distributed.rank() == 0 and not found:
+    if distributed.process() == 0 and not found:
         why = f"; {unsafe}" if unsafe else ""
         log.warning("update skipped: loss %s, gradient norm %s%s; the batch is in %s", loss, norm, why, folder)
     return "; ".join([f"the batch is in {folder}", *(str(more["text"]) for more in found)])

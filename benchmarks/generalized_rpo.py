@@ -40,11 +40,11 @@ import torch
 
 from alignment import world
 from alignment.batches import Group, GroupBatch
+from alignment.causal_lm import evaluating
 from alignment.chat import end_ids
 from alignment.diversity import distinct, self_bleu
 from alignment.export import export
 from alignment.local_rollout import LocalRollout
-from alignment.logprobs import evaluating
 from alignment.regularisers import normalised_entropy
 from alignment.rollout import SamplingConfig, stop_ids_of
 from alignment.smoothness import neighbours, smooth_values

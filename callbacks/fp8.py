@@ -13,7 +13,6 @@ from alignment import float8
 from alignment.errors import UserError
 from alignment.fp8 import Fp8Archive, logp_error
 from alignment.protocols import HasEngine, TakesTransforms
-from alignment.spread import is_spread
 
 START = "start"
 
@@ -78,7 +77,7 @@ class Fp8PolicyArchive(Callback):
         except UserError as error:  # weights that are not finite, with which no run is ended here: that is a guard's
             rank_zero_warn(f"{name} is not archived: {error}")
             return
-        if isinstance(module, HasEngine) and not any(map(is_spread, module.parameters())):
+        if isinstance(module, HasEngine):
             self._error = logp_error(self.archive, name, module, module.engine)["mean"]
 
     # ------------------------------------------------------------------ state

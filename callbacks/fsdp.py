@@ -1,13 +1,14 @@
-"""Sharding with FSDP2: see `alignment.sharding`."""
+"""Sharding with FSDP2, and tensor parallelism below it: see `alignment.sharding`, `alignment.tensor_parallel`."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from alignment import distributed
 from alignment.errors import UserError
 from alignment.protocols import TakesTransforms
 from alignment.sharded_strategy import adopt
@@ -24,8 +25,10 @@ LINE = (
 
 class FSDP2(L.Callback):
     """Cuts policy, reference, critic and reward model over ranks, transformer block by transformer block: parameters,
-    gradients and the optimizer's state. It goes with `trainer.strategy` ModelParallelStrategy, whose data_parallel_size
-    is the number of all processes.
+    gradients and the optimizer's state. It goes with `trainer.strategy` ModelParallelStrategy: `data_parallel_size` is
+    the number of ranks, which read rows of their own, `tensor_parallel_size` that of the processes of each, among which
+    the matrices of every layer are cut first, by transformers' plan for the architecture. Offline training only where
+    that is above 1.
 
     Args:
         param_dtype: number format in which blocks gather their parameters and compute; gradients, the optimizer's state
@@ -47,14 +50,14 @@ class FSDP2(L.Callback):
                 f"callbacks.FSDP2 shards through Lightning's ModelParallelStrategy, and trainer.strategy is "
                 f"{type(strategy).__name__}; write {LINE % max(1, trainer.world_size)}"
             )
-        ways = strategy.device_mesh["tensor_parallel"].size()
-        if ways > 1:
-            raise UserError(
-                f"trainer.strategy has tensor_parallel_size {ways} (auto is one for each device), and callbacks.FSDP2 "
-                f"cuts over data_parallel_size alone; write {LINE % trainer.world_size}"
-            )
         if not isinstance(pl_module, TakesTransforms):
             raise UserError(f"callbacks.FSDP2 needs a module that builds a policy; {type(pl_module).__name__} does not")
+        ranks, twins = strategy.device_mesh["data_parallel"], strategy.device_mesh["tensor_parallel"]
+        if twins.size() > 1:
+            _check_tensor_parallel(pl_module, twins.size(), trainer.world_size)
+            distributed.share_ranks(ranks.get_group(), twins.get_group())  # until another run is set up
+        else:
+            distributed.share_ranks(None, None)
         adopt(strategy)
         if self._module is pl_module or is_sharded(pl_module):
             return  # sharded by an earlier fit or evaluation
@@ -62,8 +65,24 @@ class FSDP2(L.Callback):
         pl_module.register_transform(
             "fully_shard",
             Sharding(
-                mesh=strategy.device_mesh["data_parallel"],
+                mesh=ranks,
+                twins=twins if twins.size() > 1 else None,
                 param_dtype=None if self.param_dtype is None else getattr(torch, self.param_dtype),
                 reduce_dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
             ),
+        )
+
+
+def _check_tensor_parallel(module: Any, ways: int, processes: int) -> None:
+    """Raises UserError for what cannot be right where several processes are one rank."""
+    name, config = type(module).__name__, module.policy_config
+    why = ""
+    if module.reads == "prompts":
+        why = f"{name} samples and asks rewards in each process, which may answer differently in those of one rank"
+    elif config.lora is not None or config.quantization != "none":
+        why = "transformers' plans know no adapters and no weights in 4 or 8 bits"
+    if why:
+        raise UserError(
+            f"trainer.strategy has tensor_parallel_size {ways} (auto is one for each device), and {why}; write "
+            f"{LINE % processes}"
         )

@@ -34,7 +34,8 @@ class Predictions(Callback):
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._target = run_folder(trainer) / self.path
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        self._part(distributed.rank()).write_text("", encoding="utf-8")
+        if distributed.speaks_for_rank():
+            self._part(distributed.rank()).write_text("", encoding="utf-8")
 
     def on_predict_batch_end(
         self,
@@ -45,13 +46,15 @@ class Predictions(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if not distributed.speaks_for_rank():
+            return
         with self._part(distributed.rank()).open("a", encoding="utf-8") as file:
             for row, turn in zip(outputs, _turns(outputs), strict=True):
                 file.write(json.dumps([turn, _short(row)], ensure_ascii=False) + "\n")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.strategy.barrier("every rank has written its part")
-        if distributed.rank() == 0:
+        if distributed.process() == 0:
             self._join()
         trainer.strategy.barrier("the file is complete wherever predict returns")
 

@@ -187,12 +187,12 @@ class Signals(Callback):
         if received is None and trainer.received_sigterm:
             # It came between Lightning's handlers and ours.
             received = signal.SIGTERM
-        if distributed.world_size() == 1:
+        if distributed.processes() == 1:
             return received
         numbers = torch.zeros(signal.NSIG, device=device)
         if received is not None:
             numbers[received] = 1.0
-        seen = distributed.all_reduce_sum(numbers).nonzero().flatten().tolist()
+        seen = distributed.sum_over_processes(numbers).nonzero().flatten().tolist()
         return int(seen[-1]) if seen else None
 
     def _save(self, trainer: L.Trainer, number: int) -> None:

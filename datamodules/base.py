@@ -251,7 +251,7 @@ class GroupData(L.LightningDataModule):
         for split in _STAGES[stage]:
             self.groups(split)
         reports = self.reports
-        if distributed.rank() == 0:
+        if distributed.process() == 0:
             console = Console()
             for name in reports:
                 if name not in self._shown:

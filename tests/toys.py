@@ -49,7 +49,8 @@ class FixedData(L.LightningDataModule):
 
     def _loader(self, split: str) -> DataLoader[Any]:
         rows = self.groups(split)
-        rank, world = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        share = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"rank": 0, "num_replicas": 1}
+        rank, world = share["rank"], share["num_replicas"]
         starts = range(0, len(rows), self.batch_size)
         parts = [GroupBatch.from_groups(rows[s : s + self.batch_size][rank::world]) for s in starts]
         return DataLoader(parts, batch_size=None)  # type: ignore[arg-type]

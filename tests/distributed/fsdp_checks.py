@@ -94,8 +94,11 @@ class Continued(FixedData):
 
     def train_dataloader(self) -> Any:
         order = SampleOrder(len(self.train), shuffle=False)
-        share = {"rank": self.trainer.global_rank, "world_size": self.trainer.world_size}
-        return StatefulLoader(self.train, BatchOrder(order, batch_size=self.batch_size, **share))
+        share = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        rank, world = share["rank"], share["num_replicas"]
+        return StatefulLoader(
+            self.train, BatchOrder(order, batch_size=self.batch_size, rank=rank, world_size=world)
+        )
 
 
 class WholeWatch(Watch):
@@ -108,18 +111,20 @@ class WholeWatch(Watch):
             )
 
 
-def run_of(world: int, folder: Path, *callbacks: Any, **settings: Any) -> L.Trainer:
-    """A trainer that shards where there are two processes."""
-    strategy: Any = "auto" if world == 1 else ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+def run_of(world: int, folder: Path, *callbacks: Any, ways: int = 1, **settings: Any) -> L.Trainer:
+    """A trainer that shards where there are several processes, `ways` of which are one rank."""
+    strategy: Any = "auto"
+    if world > 1:
+        strategy = ModelParallelStrategy(data_parallel_size=world // ways, tensor_parallel_size=ways)
     own = [] if world == 1 or any(isinstance(c, FSDP2) for c in callbacks) else [FSDP2()]
     fixed: dict[str, Any] = {"devices": world, "strategy": strategy, "plugins": [SafeCheckpointIO()]}
     return trainer(folder, callbacks=[*own, *callbacks], num_sanity_val_steps=0, **fixed, **settings)
 
 
-def fit(name: str, world: int, folder: Path) -> dict[str, Any]:
+def fit(name: str, world: int, folder: Path, ways: int = 1) -> dict[str, Any]:
     module, data = RUNS[name]()
     watch = WholeWatch()
-    run = run_of(world, folder / name, watch, max_epochs=1)
+    run = run_of(world, folder / name, watch, ways=ways, max_epochs=1)
     run.fit(module, datamodule=data)
     held = sum(p.to_local().numel() if is_spread(p) else p.numel() for p in module.parameters())
     return {
@@ -149,13 +154,13 @@ def source(place: Path, joined: bool) -> Path:
     path = min(place.glob("step=*.ckpt"))
     if not joined:
         return path
-    if distributed.rank() == 0:
+    if distributed.process() == 0:
         write_checkpoint(load_checkpoint_folder(path), place / "joined.ckpt")
-    distributed.all_gather_objects(None)
+    distributed.gather_from_processes(None)
     return place / "joined.ckpt"
 
 
-def resumed(name: str, steps: int, world: int, folder: Path) -> dict[str, Any]:
+def resumed(name: str, steps: int, world: int, folder: Path, ways: int = 1) -> dict[str, Any]:
     """A run, which then loses its weights and goes back to its last checkpoint; one that goes on from the first one;
     one that goes on from the same as a single process would have written it: what each ends with."""
     ends: list[dict[str, Tensor]] = []
@@ -167,7 +172,7 @@ def resumed(name: str, steps: int, world: int, folder: Path) -> dict[str, Any]:
         watch.on_gradients = lambda *args: None  # type: ignore[method-assign]
         saver = [Checkpoint(dirpath=place, filename="{step}", every_n_train_steps=3, save_top_k=-1)] if first else []
         settings: dict[str, Any] = {"max_steps": steps, "enable_checkpointing": first, "limit_val_batches": 0}
-        run = run_of(world, folder, watch, *saver, **settings)
+        run = run_of(world, folder, watch, *saver, ways=ways, **settings)
         run.fit(module, datamodule=data, ckpt_path=None if first else source(place, joined))
         ends.append(tensors_of(module, run))
         losses.append([u["loss"] for u in watch.updates])
@@ -186,11 +191,11 @@ def resumed(name: str, steps: int, world: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def predicted(world: int, folder: Path) -> list[Any]:
+def predicted(world: int, folder: Path, ways: int = 1) -> list[Any]:
     """Greedy replies; the second rank has fewer prompts."""
     module, _ = RUNS["sft"]()
     data = FixedData(groups(5, 1), batch_size=5)
-    return run_of(world, folder).predict(module, datamodule=data)  # type: ignore[return-value]
+    return run_of(world, folder, ways=ways).predict(module, datamodule=data)  # type: ignore[return-value]
 
 
 def in_bfloat16(world: int, folder: Path) -> dict[str, Any]:
@@ -210,7 +215,7 @@ def run_all(world: int, folder: Path, names: list[str] | None = None) -> None:
         results["bfloat16"] = in_bfloat16(world, folder)
     if not names:
         results["predicted"] = predicted(world, folder)
-    torch.save(results, folder / f"results.rank{distributed.rank()}")
+    torch.save(results, folder / f"results.rank{distributed.process()}")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from tests.toys import trainer
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_pair(checks: str, folder: Path, timeout: float) -> None:
-    """`python -m tests.distributed.CHECKS FOLDER` as ranks 0 and 1; both end well within so many seconds."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+def run_pair(checks: str, folder: Path, timeout: float, processes: int = 2) -> None:
+    """`python -m tests.distributed.CHECKS FOLDER` as ranks 0, 1, ...; all end well within so many seconds."""
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting_port())}
+    shared = {**meet, "NODE_RANK": "0", "WORLD_SIZE": str(processes)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", f"tests.distributed.{checks}", str(folder)],
@@ -32,14 +33,14 @@ def run_pair(checks: str, folder: Path, timeout: float) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(processes)
     ]
     try:
         outputs = [process.communicate(timeout=timeout)[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)[-4000:]
+    assert [process.returncode for process in ranks] == [0] * processes, "\n".join(outputs)[-4000:]
 
 
 def of_two(checks: str, folder: Path, timeout: float) -> list[dict[str, Any]]:

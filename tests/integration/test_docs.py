@@ -16,8 +16,8 @@ import torch
 import yaml
 
 from alignment.advantages import RewardTable
-from alignment.blame import PLACES
 from alignment.cli import main
+from alignment.findings import PLACES
 from alignment.losses import PairLogRatios
 from alignment.pair_objective import find
 from alignment.policy_losses import PolicyTokens
@@ -229,12 +229,11 @@ def test_sharding_as_the_page_shows_it(folder: Path, capsys: pytest.CaptureFixtu
     (block,) = blocks("scale.md", "yaml")
     shown, shipped = (yaml.safe_load(text)["trainer"] for text in (block, (CONFIGS / "fsdp8.yaml").read_text()))
     assert shown == {name: shipped[name] for name in shown}
-    (line,) = commands("scale.md")
     lines = [
-        line,
+        *commands("scale.md"),
         *(part for text in blocks("scale.md", "sh") for part in re.findall(r"alignment fit -c \S+ -c \S+", text)),
     ]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         capsys.readouterr()
         words = shlex.split(line, comments=True)[1:]

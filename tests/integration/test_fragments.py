@@ -111,16 +111,17 @@ def test_the_gpu_trainer_parses(workdir: Path, capsys: pytest.CaptureFixture[str
     assert "precision: bf16-mixed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("fragment", "ranks"), [("fsdp8", 8), ("fsdp_nodes", 32)])
+@pytest.mark.parametrize(("fragment", "processes"), [("fsdp8", 8), ("fsdp_nodes", 32), ("fsdp_tp_nodes", 32)])
 def test_the_sharding_trainers_parse(
-    fragment: str, ranks: int, workdir: Path, capsys: pytest.CaptureFixture[str]
+    fragment: str, processes: int, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On top of a run's own callbacks, with a process for each device."""
     overlay = str(CONFIGS / "trainer" / f"{fragment}.yaml")
     config = resolved(capsys, "-c", str(CONFIGS / "dpo.yaml"), "-c", overlay)
     trainer = config["trainer"]
-    assert trainer["devices"] * trainer["num_nodes"] == ranks
-    assert trainer["strategy"]["init_args"]["data_parallel_size"] == ranks
+    assert trainer["devices"] * trainer["num_nodes"] == processes
+    sizes = trainer["strategy"]["init_args"]
+    assert sizes["data_parallel_size"] * sizes["tensor_parallel_size"] == processes
     names = [callback["class_path"] for callback in trainer["callbacks"]]
     assert names[-1] == "callbacks.FSDP2"
     assert "callbacks.Checkpoint" in names

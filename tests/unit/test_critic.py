@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from alignment.batches import Group, GroupBatch
+from alignment.causal_lm import decoder_of
 from alignment.checkpoint import SafeCheckpointIO
 from alignment.critic import CriticConfig
 from alignment.errors import UserError
-from alignment.logprobs import decoder_of
 from alignment.policy import LoRAConfig, PolicyConfig, base_model
 from alignment.reward_export import export_reward
 from alignment.rewards import SequenceClassifier

@@ -25,9 +25,9 @@ def test_rank_0_warns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     def gathered(value: Any) -> list[Any]:
         return [value, "NVIDIA H100"]
 
-    monkeypatch.setattr(distributed, "all_gather_objects", gathered)
+    monkeypatch.setattr(distributed, "gather_from_processes", gathered)
     for rank, lines in ((1, 0), (0, 1)):
-        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(distributed, "process", lambda rank=rank: rank)
         with caplog.at_level(logging.WARNING):
             devices.report_mixture(torch.device("cpu"))
         assert len(caplog.records) == lines

@@ -259,7 +259,7 @@ def test_codes_survive_a_checkpoint_folder_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_sharded(tmp_path: Path) -> None:
-    """Kept whole, written back as shards; they are not evaluated a layer at a time."""
+    """Kept whole, written back as shards; put in their place for a block."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -275,8 +275,13 @@ def test_weights_that_are_sharded(tmp_path: Path) -> None:
         archive.restore(layer, "a")
         assert isinstance(layer.weight, DTensor)
         torch.testing.assert_close(layer.weight.full_tensor(), before, rtol=1e-6, atol=1e-9)
-        with pytest.raises(UserError, match="that FSDP2 shards; restore"), archive.evaluating(layer, "a"):
-            pass
+        with torch.no_grad():
+            layer.weight.to_local().fill_(3.0)
+        memory = layer.weight.to_local().data_ptr()
+        with archive.evaluating(layer, "a"):
+            torch.testing.assert_close(layer.weight.full_tensor(), before, rtol=1e-6, atol=1e-9)
+            assert layer.weight.to_local().data_ptr() == memory
+        assert torch.equal(layer.weight.full_tensor(), torch.full((6, 4), 3.0))
     finally:
         dist.destroy_process_group()
 

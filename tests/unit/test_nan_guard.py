@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from mlflow.tracking import MlflowClient
 from torch import Tensor, nn
 
-import alignment.blame
 import alignment.moments
+import alignment.once_more
 import alignment.online
 import alignment.update
 from alignment.batches import GroupBatch
@@ -70,9 +70,9 @@ MUTANTS: dict[str, tuple[Any, str, Any, str, str]] = {
         lambda batch: torch.zeros((), dtype=torch.bool),
         *("value", "PPO"),
     ),
-    "layers": (alignment.blame, "_output_hook", lambda heard, name: lambda *args: None, "layer", "DPO"),
-    "the loss once more": (alignment.blame, "_micro", lambda module, micro, rerun: iter(()), "one gradient", "SFT"),
-    "rows": (alignment.blame, "_rows_of", lambda module, micro, rerun: [], "last micro-batch", "DPO"),
+    "layers": (alignment.once_more, "_output_hook", lambda heard, name: lambda *args: None, "layer", "DPO"),
+    "the loss once more": (alignment.once_more, "_micro", lambda module, micro, rerun: iter(()), "one gradient", "SFT"),
+    "rows": (alignment.once_more, "_rows_of", lambda module, micro, rerun: [], "last micro-batch", "DPO"),
 }
 """What is broken -> (where, its name, what comes in its place, the try that must fail)."""
 

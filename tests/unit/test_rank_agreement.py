@@ -38,9 +38,9 @@ def test_a_process_alone_compares_nothing() -> None:
 
 def test_three_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hold the same, the third does not; gradients of norm 2, 2 and 1."""
-    monkeypatch.setattr("alignment.distributed.world_size", lambda: 3)
-    monkeypatch.setattr("alignment.distributed.all_gather_objects", lambda mine: [(7, 2.0), (7, 2.0), (8, 1.0)])
+    monkeypatch.setattr("alignment.distributed.processes", lambda: 3)
+    monkeypatch.setattr("alignment.distributed.gather_from_processes", lambda mine: [(7, 2.0), (7, 2.0), (8, 1.0)])
     found = disagreement([], 2.0)
     assert found == pytest.approx({"ranks/parameters_differ": 1 / 3, "ranks/grad_norm_spread": 0.5})
-    monkeypatch.setattr("alignment.distributed.all_gather_objects", lambda mine: [(7, 2.0), (7, None)])
+    monkeypatch.setattr("alignment.distributed.gather_from_processes", lambda mine: [(7, 2.0), (7, None)])
     assert disagreement([], 2.0) == {"ranks/parameters_differ": 0.0}

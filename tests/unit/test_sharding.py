@@ -17,14 +17,15 @@ from alignment import distributed, optim, spread_file, tensor_file
 from alignment.checkpoint_folder import CheckpointError, load_checkpoint_folder, write_together
 from alignment.errors import UserError
 from alignment.optim import OptimConfig, build_optimizer
-from alignment.policy import PolicyConfig, load_policy
+from alignment.policy import LoRAConfig, PolicyConfig, load_policy
 from alignment.sharded_strategy import ShardedStrategy, adopt
 from alignment.sharding import Sharding, is_sharded, unsharded
 from alignment.spread_file import open_spread
 from alignment.tensor_file import write_tensors
 from alignment.transforms import Transforms
 from callbacks import FSDP2
-from modules import SFT
+from modules import GRPO, SFT
+from tests.rl_toys import online
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 
@@ -49,9 +50,14 @@ def test_another_strategy_is_told_what_to_write(tmp_path: Path) -> None:
         run.fit(module(), datamodule=FixedData(groups(8, 1)))
 
 
-def test_tensor_parallel_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tensor_parallel_size 2 .* write trainer\.strategy"):
-        FSDP2().setup(parallel(tmp_path, ways=2), module(), "fit")
+def test_what_is_refused_where_several_processes_are_one_rank(tmp_path: Path) -> None:
+    run = parallel(tmp_path, ways=2)
+    with pytest.raises(UserError, match=r"tensor_parallel_size 2 .* GRPO samples .*; write trainer\.strategy"):
+        FSDP2().setup(run, online(GRPO), "fit")
+    for policy in (PolicyConfig(lora=LoRAConfig()), PolicyConfig(lora=LoRAConfig(), quantization="4bit")):
+        adapted = SFT(policy=policy, optim=OPTIM, micro_batch_tokens=None)
+        with pytest.raises(UserError, match=r"plans know no adapters .*tensor_parallel_size: 1"):
+            FSDP2().setup(run, adapted, "fit")
 
 
 def test_a_module_without_a_policy_is_refused(tmp_path: Path) -> None:
@@ -193,7 +199,7 @@ def test_a_rank_that_cannot_write_leaves_the_old_state(
 def test_the_disk_must_have_room_for_all_ranks(
     tmp_path: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "all_gather_objects", lambda value: [value, value])
+    monkeypatch.setattr(distributed, "gather_from_processes", lambda value: [value, value])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 << 20))
     with pytest.raises(CheckpointError, match=r"it needs 2,\d+,\d+ bytes, the disk has 2,097,152 free"):
         write_together({"state_dict": {"w": whole}}, tmp_path / "a")
