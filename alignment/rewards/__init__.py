@@ -20,6 +20,15 @@ SHIPPED = {
     "RunTime": "code",
     "Flake8": "code_lint",
     "Bandit": "code_lint",
+    "FaqMatch": "faq",
+    "Sentiment": "tone",
+    "Toxicity": "tone",
+    "Readability": "readability",
+    "MathVerify": "symbolic",
+    "WordErrorRate": "multimodal",
+    "CLIPScore": "multimodal",
+    "LLMJudge": "judge",
+    "PairJudge": "judge",
 }
 """Rewards that are named without a dot: name -> file."""
 

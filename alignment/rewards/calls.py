@@ -199,9 +199,12 @@ def _listed(values: object) -> list[Any]:
 
 
 def judge(value: object) -> Outcome:
-    """A number, None, or a fault. Booleans and scalars of numpy and torch are numbers; text never is."""
+    """A number, None, or a fault. Booleans and scalars of numpy and torch are numbers; text never is. An exception in
+    the place of a value is a fault of that completion alone: how a reward of whole batches says that one has failed."""
     if value is None:
         return Outcome(None)
+    if isinstance(value, BaseException):
+        return fault(value)
     try:
         unreal = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
         if unreal or not isinstance(value, SupportsFloat):

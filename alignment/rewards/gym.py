@@ -8,7 +8,6 @@ numbers, single letters and elementary functions. Anything else gets what the sc
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from alignment.errors import UserError
+from alignment.rewards.extra import needed
 from alignment.rewards.match import Extract, answer_in, check_extract
 
 EVALUATING = ("binary_matrix", "bitwise_arithmetic", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
@@ -60,12 +60,7 @@ class ReasoningGym:
         self, extract: Extract = "tag", tag: str = "answer", settings: dict[str, dict[str, Any]] | None = None
     ) -> None:
         check_extract(extract)
-        try:
-            factory = importlib.import_module("reasoning_gym.factory")  # an extra: only who uses it needs it
-        except ImportError as error:
-            raise UserError(
-                f"reasoning-gym is missing: pip install 'lightning-alignment[rewards]' ({error})"
-            ) from error
+        factory = needed("reasoning_gym.factory", "reasoning-gym")
         self._known, self._create = frozenset(factory.DATASETS), factory.create_dataset
         self._settings = settings or {}
         self._tasks: dict[str, Task] = {}

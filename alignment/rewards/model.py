@@ -36,7 +36,7 @@ class SequenceClassifier:
         max_tokens: longer inputs lose their beginning. Null: what the model can read.
         batch_tokens: upper bound of tokens in one forward, padding included.
         dtype: number format of the weights; scores are float32.
-        device: null: the current GPU if there is one, else the CPU.
+        device: null: the current GPU if there is one (workers see none), else the CPU.
     """
 
     def __init__(
@@ -56,12 +56,11 @@ class SequenceClassifier:
         names = [name] if isinstance(name, str) else list(name)
         if not names:
             raise UserError("no model is named")
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.members = [_Member(n, label, reads, max_tokens, batch_tokens, dtype, place) for n in names]
+        self.members = [Classifier(n, reads, max_tokens, batch_tokens, dtype, device) for n in names]
+        self.columns = [member.column(label) for member in self.members]
         self.aggregation, self.uncertainty_penalty = aggregation, uncertainty_penalty
         self.reads = reads
 
-    @torch.inference_mode()
     def __call__(
         self,
         prompts: list[str],
@@ -80,7 +79,8 @@ class SequenceClassifier:
             kept = [i for i, c in enumerate(completions) if c]
         values: list[float | None] = [None] * len(rows)
         if kept:
-            scores = torch.cat([member([rows[i] for i in kept]) for member in self.members], dim=1)  # [kept, E]
+            scored = [rows[i] for i in kept]
+            scores = torch.cat([m.scores(scored, c) for m, c in zip(self.members, self.columns, strict=True)], dim=1)
             for i, score in zip(
                 kept, aggregate(scores, self.aggregation, self.uncertainty_penalty).tolist(), strict=True
             ):
@@ -88,44 +88,55 @@ class SequenceClassifier:
         return values
 
 
-class _Member:
-    """One model with its tokenizer."""
+class Classifier:
+    """One model with its tokenizer; see SequenceClassifier for the settings."""
 
     def __init__(
         self,
         name: str,
-        label: str | int | None,
         reads: Reads,
-        max_tokens: int | None,
-        batch_tokens: int,
-        dtype: DType,
-        device: torch.device,
+        max_tokens: int | None = None,
+        batch_tokens: int = 8192,
+        dtype: DType = "auto",
+        device: str | None = None,
     ) -> None:
+        place = place_of(device)
         self.name, self.batch_tokens = name, batch_tokens
         self.model, self.tokenizer = load_classifier(name, dtype)
-        self.model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        self.model.to(place).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.tokenizer.truncation_side = "left"
-        self.column = self._column(label)
         # Of a model that reads ids the tokenizer is not asked: the ids are the policy's.
         readable = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         limits = [max_tokens, readable, None if reads == "ids" else self.tokenizer.model_max_length]
         self.max_tokens = min(int(n) for n in [*limits, 1 << 20] if n is not None)
 
-    def _column(self, label: str | int | None) -> int | None:
-        """The output that is the score; None: each is."""
+    def column(self, label: str | int | None) -> int | None:
+        """The output that is the score; None: each is. Raises UserError for a label that the model does not have."""
         outputs = int(self.model.config.num_labels or 1)
         names = cast(dict[str | int | None, int], dict(self.model.config.label2id or {}))
         if label == "members" or (label is None and outputs == 1):
             return None
-        column = names.get(label, label)
+        folded = {str(name).casefold(): number for name, number in names.items()}
+        column = names.get(label, folded.get(label.casefold(), label) if isinstance(label, str) else label)
         if isinstance(column, int) and 0 <= column < outputs and outputs > 1:
             return column
         choices = ", ".join(f"'{n}'" for n in names)
         given = f"has no label '{label}'" if label is not None else f"has {outputs} outputs"
         raise UserError(f"reward model '{self.name}' {given}; set label to one of {choices}, or to members")
 
-    def __call__(self, rows: Sequence[list[int] | str]) -> Tensor:
-        """[N, 1] probabilities of the label, or [N, outputs] scores; float32 on the CPU."""
+    def scores(self, rows: Sequence[list[int] | str], column: int | None) -> Tensor:
+        """[N, 1] probabilities of an output, or [N, outputs] scores; float32 on the CPU."""
+        return self.logits(rows) if column is None else self.probabilities(rows)[:, column, None]
+
+    def probabilities(self, rows: Sequence[list[int] | str]) -> Tensor:
+        """[N, outputs], float32 on the CPU: of labels that exclude each other, or, where the model says that a text may
+        have several (`problem_type: multi_label_classification`), of each by itself."""
+        several = self.model.config.problem_type == "multi_label_classification"
+        return self.logits(rows).sigmoid() if several else self.logits(rows).softmax(dim=1)
+
+    @torch.inference_mode()
+    def logits(self, rows: Sequence[list[int] | str]) -> Tensor:
+        """[N, outputs], float32 on the CPU."""
         encoded = [self._encoded(row) for row in rows]
         order = sorted(range(len(rows)), key=lambda i: (-len(encoded[i]), i))
         scores: list[tuple[int, Tensor]] = []
@@ -148,7 +159,7 @@ class _Member:
         return row[-self.max_tokens :]
 
     def _forward(self, rows: Sequence[list[int]]) -> Tensor:
-        """[rows, outputs] or [rows, 1], float32 on the CPU."""
+        """[rows, outputs], float32 on the CPU."""
         width, config = len(rows[0]), self.model.config.get_text_config()
         # Decoders score the last token that is not padding, by its id: it must not be the id a row ends with.
         ends = {row[-1] for row in rows}
@@ -158,12 +169,24 @@ class _Member:
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.model.device)
         before, config.pad_token_id = config.pad_token_id, pad
         try:
-            logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
+            return cast(Tensor, self.model(input_ids=ids, attention_mask=mask).logits.float().cpu())
         finally:
             config.pad_token_id = before
-        if self.column is None:
-            return cast(Tensor, logits.cpu())
-        return cast(Tensor, logits.softmax(dim=1)[:, self.column, None].cpu())
+
+
+def place_of(device: str | None) -> torch.device:
+    """The device named, else the current GPU if there is one, else the CPU. Raises UserError for a GPU that is not
+    there, as none is in a reward worker."""
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UserError(f"device '{device}' is not one of torch's; use cpu, cuda or cuda:NUMBER") from error
+    if place.type == "cuda" and (not torch.cuda.is_available() or (place.index or 0) >= torch.cuda.device_count()):
+        raise UserError(
+            f"device is '{device}', which is not seen here; reward workers see no GPU: set in_process: true, or "
+            "device: cpu"
+        )
+    return place
 
 
 def load_classifier(

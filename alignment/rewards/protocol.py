@@ -10,7 +10,8 @@ A reward is a callable, or a class whose instances are. The names of its paramet
 Any other parameter is the data column of that name, a list of its values or one value (None where a row has none);
 `**kwargs` receives what is listed above and not named. What a reward looks up in `columns` it lists in its attribute
 `needs_columns` (of a function too), so that a column that no row has is an error before the first call, not a fault of
-every row. A value is a number, or None to abstain: None enters no mean, no standard deviation and no sum.
+every row. A value is a number, or None to abstain: None enters no mean, no standard deviation and no sum. A reward of
+whole batches that fails for one completion puts the exception in the place of its value: a fault of that one alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Reward(Protocol):
         completion_ids: list[list[int]],
         truncated: list[bool],
         columns: list[Mapping[str, Any]],
-    ) -> Sequence[float | None]: ...
+    ) -> Sequence[float | Exception | None]: ...
 
 
 class Outcome(NamedTuple):

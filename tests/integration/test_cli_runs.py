@@ -301,12 +301,20 @@ def test_two_processes_record_one_run(workdir: Path) -> None:
 # ---------------------------------------------------------------------- the shipped files
 
 
+def with_rewards() -> None:
+    """For what needs the extra `rewards`."""
+    for package in ("rank_bm25", "vaderSentiment", "better_profanity"):
+        pytest.importorskip(package)
+
+
 @pytest.mark.parametrize("config", sorted(p.name for p in CONFIGS.glob("*.yaml")))
 def test_every_complete_config_runs(workdir: Path, config: str) -> None:
     """Fit for two batches on the tiny policy, as written."""
     if config == "code_generation.yaml":
         pytest.importorskip("flake8")
         need_sandbox()
+    if config == "customer_support.yaml":
+        with_rewards()
     if config == "modpo.yaml":  # the built-in pairs have no column for it
         pair = {"chosen": "Three years.", "rejected": "That is a question that quite a lot of people ask."}
         rows = [{"prompt": f"Question {i}?", **pair, "brevity": 0.7} for i in range(40)]
@@ -328,5 +336,7 @@ def test_every_debug_overlay_runs(workdir: Path, overlay: str) -> None:
     if overlay == "code_generation_smoke.yaml":
         pytest.importorskip("flake8")
         need_sandbox()
+    if overlay == "customer_support_smoke.yaml":
+        with_rewards()
     words = ["-c", str(CONFIGS / "dpo.yaml"), "-c", str(CONFIGS / "debug" / overlay), "--trainer.fast_dev_run", "2"]
     assert main(["fit", *words, "--trainer.accelerator", "cpu", *QUIET]) == 0

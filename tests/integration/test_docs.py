@@ -21,6 +21,7 @@ from alignment.findings import PLACES
 from alignment.losses import PairLogRatios
 from alignment.pair_objective import find
 from alignment.policy_losses import PolicyTokens
+from alignment.rewards import SHIPPED
 from alignment.tiny import save_tiny
 from callbacks import NanGuard
 from tests.vllm_stub import serving
@@ -48,7 +49,7 @@ def commands(page: str) -> list[str]:
 def run(line: str) -> None:
     words = shlex.split(line)[1:]
     if words[0] == "fit":
-        samples = any(f"configs/{name}.yaml" in words for name in ("grpo", "ppo", "online_dpo"))
+        samples = any(f"configs/{name}.yaml" in words for name in ("grpo", "ppo", "online_dpo", "customer_support"))
         words += [*SMALL, *(SHORT if samples else [])]
     if words[0] == "predict":
         words += ["--data.max_eval_rows=4"]
@@ -222,6 +223,28 @@ def test_rewards_of_ones_own(folder: Path) -> None:
     logged = json.loads(file.read_text().splitlines()[0])
     assert {f"rewards/{name}/mean" for name in ("overlap", "polite", "short")} <= set(logged)
     assert all(logged[f"rewards/{name}/faults"] == 0 for name in ("overlap", "polite", "short"))
+
+
+def test_rewards_commands(folder: Path) -> None:
+    pytest.importorskip("rank_bm25")
+    pytest.importorskip("vaderSentiment")
+    install, *lines = commands("rewards.md")
+    assert install == "pip install 'lightning-alignment[rewards]'"
+    assert len(lines) == 2
+    for line in lines:
+        run(f"{line} --trainer.log_every_n_steps=1 --model.sampling.min_tokens=0")
+    logged = "".join(file.read_text() for file in sorted(folder.rglob("metrics.jsonl")))
+    for name in ("professional", "sentiment", "efficient"):
+        assert f'"rewards/{name}/mean"' in logged
+
+
+def test_every_reward_that_ships_is_on_the_page() -> None:
+    """And every fragment, once."""
+    page = (REPOSITORY / "docs" / "rewards.md").read_text()
+    table = page.split("## Rewards that ship")[1].split("## Judges")[0]
+    assert set(SHIPPED) == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE))))
+    named = re.findall(r"`(\w+\.yaml)` \|$", table, flags=re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in (REPOSITORY / "configs" / "rewards").glob("*.yaml"))
 
 
 def test_sharding_as_the_page_shows_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

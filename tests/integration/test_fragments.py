@@ -1,6 +1,7 @@
 """Every fragment under configs/ starts a real run: data fragments on rows of their own format, trainers, callbacks.
 
-Complete configurations and debug overlays are run by test_cli_runs.py, the two-process trainer by its test there.
+Complete configurations and debug overlays are run by test_cli_runs.py, the two-process trainer by its test there, those
+of rewards by test_reward_fragments.py.
 """
 
 from __future__ import annotations
@@ -203,5 +204,5 @@ def test_presets_that_serve_ppo_too(preset: str, workdir: Path, reward_model: Pa
 def test_no_fragment_is_left_out() -> None:
     folders = {p.parent.name for p in CONFIGS.rglob("*.yaml")}
     assert folders == {
-        "configs", "data", "trainer", "callbacks", "debug", "presets", "quickstart", "tune", "evaluate", "code",
+        "configs", "data", "trainer", "callbacks", "debug", "presets", "quickstart", "tune", "evaluate", "code", "rewards",
     }  # fmt: skip

@@ -44,6 +44,13 @@ def test_booleans_and_integers(number: Any) -> None:
     assert outcomes([number, 0]) == [(1.0, None), (0.0, None)]
 
 
+def test_an_exception_in_the_place_of_a_value_is_a_fault_of_that_completion_alone() -> None:
+    returned = [ValueError("no answer"), 0.5]
+    failed, fine = call_batch(lambda completions: returned, {"completions": ["a", "b"]}, 2, in_worker=True)
+    assert (failed.value, failed.kind, failed.message) == (None, "raise", "ValueError: no answer")
+    assert (fine.value, fine.kind) == (0.5, None)
+
+
 @pytest.mark.parametrize("values", [(1, 2), np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])
 def test_sequences_of_any_library(values: Any) -> None:
     assert outcomes(values) == [(1.0, None), (2.0, None)]
