@@ -22,6 +22,7 @@ SUBCOMMANDS = {
     "generate": ("alignment.generate_command", "replies to a file of prompts: alignment generate FILE OUT"),
     "chat": ("alignment.chat_command", "talk to a model, a run or a checkpoint: alignment chat last"),
     "export": ("alignment.export_command", "a checkpoint as a transformers folder: alignment export last OUT"),
+    "data": ("alignment.data_command", "rows before training: alignment data check FILE, alignment data augment FILE"),
     "doctor": ("alignment.doctor_command", "what went wrong in a run, and what to change: alignment doctor last"),
     "tune": ("alignment.tuning.command", "search settings by Optuna or as a population: alignment tune --help"),
     "evaluate": ("alignment.evaluation.command", "measure a model by tasks: alignment evaluate last -c TASKS"),
@@ -62,7 +63,8 @@ def _dispatch(args: list[str]) -> int:
     if args[0] == "--version":
         print(f"lightning-alignment {__version__}")
         return 0
-    name = next((a for a in args if a in _TRAINER), args[0])
+    # Options may stand before a Trainer's subcommand. Of another one's words none is a subcommand (`--splits test`).
+    name = args[0] if args[0] in SUBCOMMANDS else next((a for a in args if a in _TRAINER), args[0])
     if name not in SUBCOMMANDS:
         meant = suggest(name, SUBCOMMANDS)
         hint = f"did you mean '{meant}'?" if meant else f"there are {', '.join(SUBCOMMANDS)}"
