@@ -205,4 +205,5 @@ def test_no_fragment_is_left_out() -> None:
     folders = {p.parent.name for p in CONFIGS.rglob("*.yaml")}
     assert folders == {
         "configs", "data", "trainer", "callbacks", "debug", "presets", "quickstart", "tune", "evaluate", "code", "rewards",
+        "models",
     }  # fmt: skip
