@@ -4,6 +4,7 @@
     likelihood   Perplexity, MultipleChoice, PreferenceAccuracy: log-probs, nothing is sampled
     replies      Replies (any rewards on sampled replies), Diversity
     wins         PassAtK, WinRate
+    conversations MTBench: several turns, graded or compared by a judge
     harness      LmEval: tasks of lm-eval
     record       tables, the file, and the MLflow run they belong to
 """

@@ -25,6 +25,7 @@ TASKS = {
     "Diversity": "alignment.evaluation.replies",
     "PassAtK": "alignment.evaluation.wins",
     "WinRate": "alignment.evaluation.wins",
+    "MTBench": "alignment.evaluation.conversations",
     "LmEval": "alignment.evaluation.harness",
 }
 """Task -> module of its class; any other is an import path."""

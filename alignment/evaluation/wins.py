@@ -124,7 +124,7 @@ class WinRate:
                 columns = [rollout.batch.columns[g].get(self.category) for g in rollout.batch.group_of.tolist()]
                 categories += [None if c is None else str(c) for c in columns]
                 count += len(columns)
-        return _counted(values, categories, faults / count)
+        return counted(values, categories, faults / count)
 
     def _answered(self, groups: Sequence[Group], other: Subject, seed: int) -> list[Group]:
         """The prompts with another model's replies as references."""
@@ -141,7 +141,7 @@ class WinRate:
         ]
 
 
-def _counted(values: Sequence[float], categories: Sequence[str | None], faults: float) -> Result:
+def counted(values: Sequence[float], categories: Sequence[str | None], faults: float) -> Result:
     """From 1 (preferred in both orders) to 0; NaN where the orders contradict each other or the judge failed."""
     known = [(v, c) for v, c in zip(values, categories, strict=True) if v == v]
     metrics = {"faults": faults, "contradictory": 1 - len(known) / len(values) - faults}

@@ -11,7 +11,7 @@ import pytest
 
 from alignment.errors import UserError
 from alignment.evaluation.base import Subject, share_interval
-from alignment.evaluation.wins import PassAtK, WinRate, _counted, pass_at_k
+from alignment.evaluation.wins import PassAtK, WinRate, counted, pass_at_k
 from tests.judge_server import Asked, Reply, judging, verdict_on_canary
 
 
@@ -52,14 +52,14 @@ def test_programs_that_pass(tiny: Subject, workdir: Path, monkeypatch: pytest.Mo
 
 def test_wins_ties_and_contradictions() -> None:
     """Won, lost, tied, won with a tie in one order, and two that say nothing, one of them a fault."""
-    found = _counted([1.0, 0.0, 0.5, 0.75, math.nan, math.nan], ["a", "a", "b", "b", "a", None], 1 / 6)
+    found = counted([1.0, 0.0, 0.5, 0.75, math.nan, math.nan], ["a", "a", "b", "b", "a", None], 1 / 6)
     assert found.metrics == pytest.approx(
         {"win_rate": 0.5625, "wins": 0.5, "ties": 0.25, "losses": 0.25, "faults": 1 / 6, "contradictory": 1 / 6,
          "a/win_rate": 0.5, "b/win_rate": 0.625, "categories/win_rate": 0.5625}
     )  # fmt: skip
     assert found.intervals["win_rate"] == share_interval(2.25, 4)
     with pytest.raises(UserError, match="decided no comparison"):
-        _counted([math.nan], [None], 1.0)
+        counted([math.nan], [None], 1.0)
 
 
 def longer(asked: Asked) -> Reply:
