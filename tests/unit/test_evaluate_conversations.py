@@ -88,7 +88,7 @@ def test_whole_conversations_are_compared(tiny: Subject, questions: str) -> None
         if asked.canary:
             return Reply(verdict_on_canary(asked))
         assert asked.parts["REPLY A"].startswith("Reply to message 1: ")
-        return Reply(f"{asked.code} {'TIE' if 'Only' in asked.parts['PROMPT'] else 'A'}")
+        return Reply(f"{asked.code} {'tie' if 'Only' in asked.parts['PROMPT'] else 'A'}")
 
     with judging(script) as server:
         found = MTBench(at(server.url), questions, against="tiny", max_tokens=4).run(tiny).metrics
