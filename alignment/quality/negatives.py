@@ -45,10 +45,10 @@ _NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]{2,}")
 _WORD = re.compile(r"\w+")
 _COMMON = frozenset(
     _WORD.findall(
-        "about after again also been before being could does doing down each even every from further have having here "
-        "into just like make many more most much must need only other over please same should some such than that their them "
-        "then there these they this those through under very want were what when where which while will with would write "
-        "your answer explain describe give list provide question sentence following"
+        "about after again also been before being could does doing down each even every from further have having "
+        "here into just like make many more most much must need only other over please same should some such than "
+        "that their them then there these they this those through under very want were what when where which while "
+        "will with would write your answer explain describe give list provide question sentence following"
     )
 )
 
