@@ -35,7 +35,7 @@ def is_twin(tensor: Tensor) -> bool:
     if distributed.twins() == 1:
         return False
     placements, mesh = tensor.placements, tensor.device_mesh  # type: ignore[attr-defined]
-    return mesh.size() < distributed.processes() or any(placement.is_replicate() for placement in placements)
+    return bool(mesh.size() < distributed.processes() or any(placement.is_replicate() for placement in placements))
 
 
 def own_share(tensor: Tensor) -> float:

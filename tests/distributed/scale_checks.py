@@ -34,7 +34,10 @@ from tests.toys import TINY, FixedData, groups
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 TENSOR = ("sft", "sft, recomputing", "reward model", "dpo", "dpo, cached")
 """Of `fsdp_checks.RUNS`."""
-ARCHITECTURES = ("llama", "qwen3", "gemma3", "phi3", "gpt-neox", "olmo2", "cohere2")
+ARCHITECTURES = (
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral", "phi3"),
+    *("gpt-neox", "olmo2", "smollm3", "granite", "cohere2"),
+)
 
 
 # ---------------------------------------------------------------------- one model, cut and whole
@@ -47,7 +50,9 @@ def on_one(name: str) -> dict[str, float]:
     cut, batch = deepcopy(model), ragged_batch()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     Sharding(mesh=mesh["data_parallel"], twins=mesh["tensor_parallel"])(cut)
-    found, gradients, silent = [], [], []
+    found: list[Tensor] = []
+    gradients: list[Tensor] = []
+    silent: list[Any] = []
     for each in (model, cut):
         engine = LogProbEngine(each)
         with torch.no_grad():
