@@ -40,6 +40,7 @@ bench-gpu: $(STAMP)
 
 reliability: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.reliability
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.doctor
 
 # torch goes first: alone and pinned, pip takes the build the index offers instead of resolving around it.
 $(STAMP): pyproject.toml constraints.txt

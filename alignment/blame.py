@@ -4,7 +4,7 @@ place             looked for in
 learning rate     the optimizer's groups
 optimizer state   what the optimizer remembers of each parameter
 weight, buffer    the module
-setting           values that move: beta, coefficients (`alignment.schedulable`)
+setting           values that move: beta, coefficients (`alignment.schedulable`); decay and betas of the optimizer
 data              weights and named numbers of the batch's rows, a margin for one
 layer             outputs of every module, in the order they are computed, when the loss is computed once more
 log-prob          token log-probs of the policy, then or after the rollout
@@ -15,7 +15,7 @@ kl                the divergence that a reward is charged with
 reward            an infinite reward (NaN is an abstention)
 advantage         what came of the rewards, with those that do not differ among the completions of the row
 loss term         parts of the loss that a module reports, and the loss of a micro-batch
-gradient          gradients of module outputs and of parameters, in the order of the backward pass
+gradient          of module outputs and of parameters, in the order of the backward pass; a norm too large to square
 transient         none of these: the same batch gives finite numbers when its loss is computed again
 
 Nothing here updates anything: gradients are cleared afterwards, random state is as it was. It costs a few passes over
@@ -34,7 +34,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from alignment import distributed, once_more
-from alignment.findings import NAMED, PLACES, Finding, bad_gradients, finite, in_batch
+from alignment.findings import NAMED, PLACES, Finding, bad_gradients, finite, in_batch, largest_gradient
+from alignment.guard import LARGEST_NORM, SETTING
 from alignment.moments import nonfinite_state
 from alignment.sharded_strategy import ShardedStrategy
 from alignment.sharding import is_sharded
@@ -57,7 +58,8 @@ def blame(module: TrainingMixin, skipped: Skipped, *, rerun: bool = True) -> dic
     Args:
         rerun: compute the loss once more to find layers, terms and gradients.
     """
-    before = bad_gradients(module)
+    left = bad_gradients(module)
+    top = largest_gradient(module) if not left and skipped.grad_norm > LARGEST_NORM else (0.0, "")
     can = rerun and isinstance(module.trainer.strategy, SingleDeviceStrategy | DDPStrategy | ShardedStrategy)
     found: list[Finding] = []
     try:
@@ -69,9 +71,12 @@ def blame(module: TrainingMixin, skipped: Skipped, *, rerun: bool = True) -> dic
     finally:
         for p in module.parameters():
             p.grad = None
-    parts: list[Any] = distributed.gather_from_processes([asdict(each) for each in found])
+    told: list[Any] = distributed.gather_from_processes(([asdict(each) for each in found], left, top))
+    parts = [part for part, _, _ in told]
     if not any(parts):
-        parts[0] = [asdict(_nothing(before, searched=can and skipped.rerun is not None))]
+        searched = can and skipped.rerun is not None
+        rank, last = _nothing([own for _, own, _ in told], [own for _, _, own in told], searched=searched)
+        parts[rank] = [asdict(last)]
     return _joined(parts)
 
 
@@ -80,7 +85,7 @@ def _collect(found: list[Finding], search: Iterator[Finding]) -> None:
     try:
         for finding in search:
             found.append(finding)
-    except (RuntimeError, ValueError) as error:  # of code that meets what is not a number
+    except Exception as error:  # of code that meets what is not a number; other ranks wait for what this one found
         found.append(Finding(place="transient", what=f"the search ended with {type(error).__name__}: {error}"))
 
 
@@ -94,12 +99,24 @@ def _computed(module: TrainingMixin, skipped: Skipped, *, search: bool) -> Itera
         yield from once_more.of_rollout(module, skipped.batch)
 
 
-def _nothing(gradients: str, *, searched: bool) -> Finding:
-    """Where no rank found anything; `gradients`: those that the update itself left behind."""
+def _nothing(left: Sequence[str], sizes: Sequence[tuple[float, str]], *, searched: bool) -> tuple[int, Finding]:
+    """(rank, finding) where no rank found anything.
+
+    Args:
+        left: by rank, the gradients that are not finite as the update left them.
+        sizes: by rank, the largest value of a gradient and its parameter, where all are finite and their norm is not.
+    """
+    rank = next((rank for rank, names in enumerate(left) if names), 0)
+    top = max(range(len(sizes)), key=lambda rank: sizes[rank][0])
+    if not left[rank] and sizes[top][1]:
+        size, name = sizes[top]
+        what = f"each value is finite, and the square of their norm is not: the largest is {size:.3g}, of {name}"
+        return top, Finding(place="gradient", what=what)
     if searched:
         what = "computed again the same batch gives finite numbers (memory at fault, or something random)"
-        return Finding(place="transient", what=f"{what}; before it had {gradients}" if gradients else what)
-    return Finding(place="gradient", what=gradients or "not looked for: the loss was not computed again")
+        what += f"; before it had {left[rank]}" if left[rank] else ""
+        return rank, Finding(place="transient", what=what)
+    return rank, Finding(place="gradient", what=left[rank] or "not looked for: the loss was not computed again")
 
 
 def _joined(parts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
@@ -130,6 +147,8 @@ def investigate(module: TrainingMixin, skipped: Skipped) -> Iterator[Finding]:
 
 def _optimizer(module: TrainingMixin, unsafe: str) -> Iterator[Finding]:
     optimizer, trained = optimizer_of(module)
+    if unsafe.startswith(SETTING):
+        yield Finding(place="setting", what=unsafe.removeprefix(SETTING))
     if unsafe.startswith("learning rate"):
         yield Finding(place="learning rate", what=unsafe)
     if (found := nonfinite_state(optimizer.optimizer)) is not None:

@@ -126,3 +126,10 @@ def bad_gradients(module: nn.Module) -> str:
     bad = [name for name, p in module.named_parameters() if p.grad is not None and not finite(p.grad)]
     more = f" and {len(bad) - NAMED} others" if len(bad) > NAMED else ""
     return f"gradients of {', '.join(bad[:NAMED])}{more}" if bad else ""
+
+
+def largest_gradient(module: nn.Module) -> tuple[float, str]:
+    """(size of the largest value of a gradient, name of its parameter); (0, "") without gradients. Of a sharded model
+    what this process holds."""
+    grads = [(name, local(p.grad)) for name, p in module.named_parameters() if p.grad is not None]
+    return max(((float(g.abs().max()), name) for name, g in grads if g.numel()), default=(0.0, ""))

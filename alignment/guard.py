@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,24 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment import distributed
 from alignment.batches import GroupBatch
+from alignment.checkpoint_folder import CheckpointError
 from alignment.errors import UserError
 from alignment.moments import MomentWatch
 from alignment.protocols import PolicyArchive
 from alignment.spread_file import SpreadTensor
 
 log = logging.getLogger(__name__)
+
+SETTING = "optimizer setting "
+"""Beginning of what is said of one, weight decay or a beta, that is not finite."""
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+"""A gradient norm beyond it, whatever the device sums in: squares of its values, second moments, overflow."""
 
 
 class TrainingDivergedError(UserError):
@@ -71,11 +79,16 @@ class FiniteGuard:
         self._recent: list[int] = []
 
     def unsafe(self, optimizer: torch.optim.Optimizer) -> str:
-        """What would make a step from a finite gradient damage weights, on this rank: the learning rate, or what the
-        optimizer remembers; "" for nothing. Reads no tensor while nobody but the optimizer has written its state."""
+        """What would make a step from a finite gradient damage weights, on this rank: the learning rate, another
+        setting of the optimizer, or what it remembers; "" for nothing. Reads no tensor while nobody but the optimizer
+        has written its state."""
         for group in optimizer.param_groups:
             if not math.isfinite(float(group["lr"])):
                 return f"learning rate is {float(group['lr'])}"
+            for name, value in group.items():
+                numbers = value if isinstance(value, tuple) else (value,)
+                if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                    return f"{SETTING}{name} is {value}"
         return self.moments.fault(optimizer)
 
     def record(self, finite: bool) -> bool:
@@ -114,18 +127,39 @@ class FiniteGuard:
 
 def dump_batch(batch: GroupBatch, folder: Path, facts: Mapping[str, Any]) -> Path:
     """Write this process's part of a batch as `<folder>/rank<r>.safetensors`, with `facts` and data columns beside it
-    as JSON. Returns the folder. An existing dump is kept: each batch is written once."""
-    folder.mkdir(parents=True, exist_ok=True)
+    as JSON. Returns the folder. An existing dump is kept: each batch is written once. A disk that refuses is a warning:
+    training does not depend on it."""
     target = folder / f"rank{distributed.process()}.safetensors"
-    if target.exists():
-        return folder
-    own = [f.name for f in fields(batch) if f.name not in ("rows", "tokens", "columns")]
-    tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in own}
-    tensors |= {f"rows.{k}": v for k, v in batch.rows.items()} | {f"tokens.{k}": v for k, v in batch.tokens.items()}
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, target)
-    text = {"facts": dict(facts), "columns": [dict(c) for c in batch.columns]}
-    target.with_suffix(".json").write_text(json.dumps(text, indent=1, default=str, ensure_ascii=False))
+    partial = target.with_suffix(".part")
+    try:
+        if target.exists():
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        own = [f.name for f in fields(batch) if f.name not in ("rows", "tokens", "columns")]
+        tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in own}
+        tensors |= {f"rows.{k}": v for k, v in batch.rows.items()} | {f"tokens.{k}": v for k, v in batch.tokens.items()}
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, partial)
+        text = {"facts": dict(facts), "columns": [dict(c) for c in batch.columns]}
+        target.with_suffix(".json").write_text(as_json(text), encoding="utf-8")
+        partial.replace(target)  # last: what has this name is whole
+    except (OSError, SafetensorError) as error:
+        log.warning("the batch cannot be written to %s: %s", folder, error)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     return folder
+
+
+def as_json(value: Any) -> str:
+    """Indented JSON, which has no NaN and no infinity: they are texts in it, and so is what it has no form for."""
+    return json.dumps(_strict(value), indent=1, default=str, ensure_ascii=False, allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _strict(each) for key, each in value.items()}
+    return [_strict(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 # ---------------------------------------------------------------------- going back
@@ -151,7 +185,7 @@ def roll_back(module: L.LightningModule, archive: PolicyArchive | None = None) -
     the batches since then are not replayed.
     """
     if archive is not None:
-        name: str | None = module.trainer.strategy.broadcast(archive.names[-1] if archive.names else None)
+        name = _newest(archive)
         if name is not None:
             archive.restore(module, name)
             for optimizer in module.trainer.optimizers:
@@ -161,10 +195,21 @@ def roll_back(module: L.LightningModule, archive: PolicyArchive | None = None) -
     return _to_checkpoint(module)
 
 
+def _newest(archive: PolicyArchive) -> str | None:
+    """The policy kept last of those that every process has; None for none. One whose own weights were not finite has
+    kept none then. A collective."""
+    kept: list[Any] = distributed.gather_from_processes(archive.names)
+    return next((name for name in reversed(kept[0]) if all(name in names for names in kept)), None)
+
+
 def _to_checkpoint(module: L.LightningModule) -> str | None:
     trainer = module.trainer
     for path in checkpoints(trainer):
-        checkpoint = trainer.strategy.load_checkpoint(path)
+        try:
+            checkpoint = trainer.strategy.load_checkpoint(path)
+        except (CheckpointError, OSError) as error:
+            log.warning("the run cannot go back to checkpoint %s: %s", path, error)
+            continue
         if "optimizer_states" not in checkpoint:
             log.warning("checkpoint %s holds weights only, so the run cannot go back to it", path)
             continue

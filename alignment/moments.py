@@ -1,9 +1,10 @@
 """Whether what an optimizer remembers is finite, without reading it at each step.
 
-A gradient with a finite norm cannot make a moment non-finite: the norm is the root of the sum of all squares in fp32.
-So moments go wrong only when something else writes them, which their tensors' version counters tell on the host: then,
-and when they are new (a checkpoint was loaded), they are read before the next step. What no counter sees, memory that
-fails, a read at every so many steps finds; a single step is enough for it to reach a weight, where the loss shows it.
+A gradient whose norm is at most `guard.LARGEST_NORM` cannot make a moment non-finite: the norm is the root of the sum
+of all squares. So moments go wrong only when something else writes them, which their tensors' version counters tell on
+the host: then, and when they are new (a checkpoint was loaded), they are read before the next step. What no counter
+sees, memory that fails, a read at every so many steps finds; a single step is enough for it to reach a weight, where
+the loss shows it.
 """
 
 from __future__ import annotations

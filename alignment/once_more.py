@@ -85,7 +85,7 @@ def _together(module: nn.Module, compute: Callable[[], T]) -> T:
     error: Exception | None = None
     try:
         results.append(compute())
-    except (RuntimeError, ValueError) as raised:
+    except Exception as raised:
         error = raised
     if _any(module, error is not None):
         raise error or RuntimeError("another rank's search ended")
@@ -161,15 +161,19 @@ def _log_probs(module: TrainingMixin, micro: GroupBatch) -> Iterator[Finding]:
 
 
 def _rows_of(module: TrainingMixin, micro: GroupBatch, rerun: Rerun) -> list[dict[str, Any]]:
-    """The groups whose own loss or gradient is not finite, as their first completions; empty when all are. Gradients
-    of a sharded model are sums over ranks: which rank's row it was, the outputs' gradients tell."""
+    """The groups whose own loss or gradient is not finite, as their first completions; empty when all are, and where a
+    loss does not take a group alone. Gradients of a sharded model are sums over ranks: which rank's row it was, the
+    outputs' gradients tell."""
     bad = []
     cut = is_sharded(module)
     for alone in in_step(module, (micro.select_groups([group]) for group in range(micro.num_prompts)), micro):
         _clear(module)
         listening: AbstractContextManager[_Heard] = _listening(module) if cut else nullcontext(_Heard())
-        with listening as heard:
-            _, _, good = _loss(module, alone, rerun)
+        try:
+            with listening as heard:
+                _, _, good = _loss(module, alone, rerun)
+        except Exception:  # of a user's loss that needs other prompts: what was found before it is worth more
+            return []
         if not good or heard.gradient or (not cut and bad_gradients(module)):
             bad.append(alone)
     if len(bad) == micro.num_prompts > 1:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from alignment import distributed
 from alignment.batches import GroupBatch
 from alignment.folders import run_folder
-from alignment.guard import TrainingDivergedError, dump_batch, roll_back
+from alignment.guard import LARGEST_NORM, TrainingDivergedError, dump_batch, roll_back
 from alignment.metrics import Metrics, add_metrics
 from alignment.protocols import GradientListener
 from alignment.sharding import is_sharded
@@ -240,7 +240,7 @@ def step(
     # a step unsafe may be known in one process alone: it goes with the loss.
     own = torch.stack([share / distributed.twins(), torch.full_like(share, float(bool(unsafe)))])
     loss, unsafe_processes, total = torch.cat([distributed.sum_over_processes(own), norm.double()[None]]).tolist()
-    finite = math.isfinite(loss) and math.isfinite(total) and unsafe_processes == 0
+    finite = math.isfinite(loss) and math.isfinite(total) and not total > LARGEST_NORM and unsafe_processes == 0
     lr = float(optimizer.param_groups[0]["lr"])
     if finite:
         seen = {**(norms or {}), **module.part_norms(), "total": total}

@@ -609,12 +609,12 @@ def _last(batch: GroupBatch) -> int:
 # ---------------------------------------------------------------------- one rank of two
 
 
-def one_rank(tries: Sequence[tuple[str, str]], folder: Path, timeout: float = 300) -> list[str]:
-    """Tries (place, algorithm) on two processes, of which only the second meets the place. What did not hold."""
+def of_two(target: Callable[..., None], folder: Path, *given: Any, timeout: float = 300) -> str:
+    """`target(rank, folder, *given)` in two processes that can meet. What failed, "" for nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.nonfinite"])
     port = meeting_port()
-    ranks = [context.Process(target=_rank, args=(r, port, list(tries), folder), daemon=True) for r in range(2)]
+    ranks = [context.Process(target=_member, args=(target, r, port, folder, given), daemon=True) for r in range(2)]
     for process in ranks:
         process.start()
     try:
@@ -622,10 +622,28 @@ def one_rank(tries: Sequence[tuple[str, str]], folder: Path, timeout: float = 30
             process.join(timeout)
         if [process.exitcode for process in ranks] != [0, 0]:
             outputs = [(folder / f"output{r}.txt").read_text()[-2000:] for r in range(2)]
-            return [f"exit codes {[process.exitcode for process in ranks]}: {outputs}"]
+            return f"exit codes {[process.exitcode for process in ranks]}: {outputs}"
     finally:
         for process in ranks:
             process.kill()
+    return ""
+
+
+def _member(target: Callable[..., None], rank: int, port: int, folder: Path, given: Sequence[Any]) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "NODE_RANK": 0}
+    os.environ.update({name: str(value) for name, value in meeting.items()})
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    output = os.open(folder / f"output{rank}.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    target(rank, folder, *given)
+
+
+def one_rank(tries: Sequence[tuple[str, str]], folder: Path, timeout: float = 300) -> list[str]:
+    """Tries (place, algorithm) on two processes, of which only the second meets the place. What did not hold."""
+    if failed := of_two(_tries, folder, list(tries), timeout=timeout):
+        return [failed]
     first, second = (json.loads((folder / f"rank{r}.json").read_text()) for r in range(2))
     failures = []
     for name, algorithm in tries:
@@ -634,14 +652,7 @@ def one_rank(tries: Sequence[tuple[str, str]], folder: Path, timeout: float = 30
     return failures
 
 
-def _rank(rank: int, port: int, tries: Sequence[tuple[str, str]], folder: Path) -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "NODE_RANK": 0}
-    os.environ.update({name: str(value) for name, value in meeting.items()})
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    output = os.open(folder / f"output{rank}.txt", os.O_CREAT | os.O_WRONLY)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _tries(rank: int, folder: Path, tries: Sequence[tuple[str, str]]) -> None:
     found = {}
     for i, (name, algorithm) in enumerate(tries):
         place, own = PLACES[name], folder / str(i)

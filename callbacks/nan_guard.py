@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, cast, runtime_checkable
@@ -12,9 +11,9 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from alignment.errors import UserError
 from alignment.events import record_event
-from alignment.guard import FiniteGuard, Limits
+from alignment.guard import FiniteGuard, Limits, as_json
 from alignment.protocols import HasArchive, PolicyArchive
-from alignment.reward_mishaps import HasMishaps
+from alignment.reward_mishaps import KEPT, HasMishaps
 from alignment.settings import as_config
 from alignment.skipped import Skipped
 from alignment.tracking import TrackingLogger
@@ -40,10 +39,10 @@ class NanGuard(Callback):
     For each update left out it finds the first place that is not finite: a weight, a layer, a reward, a row of the
     data, ... (`alignment.blame`), on which rank. That goes into the dump beside the batch, one line of the log, the
     event `nonfinite`, and `nonfinite/batch-N/blame.json` among the artifacts of the run. Rewards that give NaN or
-    infinity or divide by zero are told as the event `reward_no_number`, once for each reward and message: they
-    abstain, and the update is made. An evaluation that is not finite is counted (`evaluations` in this callback's
-    state), told as the event `nonfinite_evaluation`, and never among the best of callbacks.Checkpoint; EarlyStopping,
-    which would stop the run for it, waits instead.
+    infinity or divide by zero are told as the event `reward_no_number`, once for each reward and message, of one reward
+    at most eight: they abstain, and the update is made. An evaluation that is not finite is counted (`evaluations` in
+    this callback's state), told as the event `nonfinite_evaluation`, and never among the best of callbacks.Checkpoint;
+    EarlyStopping, which would stop the run for it, waits instead.
 
     While everything is finite it does nothing but compare names and counters on the host.
 
@@ -111,7 +110,7 @@ class NanGuard(Callback):
         artifact = f"nonfinite/{skipped.folder.name}/blame.json"
         for logger in trainer.loggers:
             if isinstance(logger, TrackingLogger):
-                logger.log_text(json.dumps(facts, indent=1, default=str, ensure_ascii=False), artifact)
+                logger.log_text(as_json(facts), artifact)
         return {"text": text, "blame": found}
 
     def on_train_batch_end(
@@ -126,7 +125,7 @@ class NanGuard(Callback):
         found = module.mishaps.take() if isinstance(module, HasMishaps) else []
         for mishap in found:
             kind = (mishap["reward"], mishap["message"])
-            if kind not in self._told:
+            if kind not in self._told and sum(reward == kind[0] for reward, _ in self._told) < KEPT:
                 self._told.add(kind)
                 record_event(trainer, "reward_no_number", _mishap(mishap, found, trainer.world_size))
 
@@ -155,7 +154,8 @@ class NanGuard(Callback):
 
 def _mishap(mishap: Mapping[str, Any], every: Sequence[Mapping[str, Any]], world_size: int) -> str:
     """One of them, and how many completions of the batch had the same."""
-    alike = sum(m["reward"] == mishap["reward"] and m["message"] == mishap["message"] for m in every)
+    kind = (mishap["reward"], mishap["message"])
+    alike = sum(int(m["count"]) for m in every if (m["reward"], m["message"]) == kind)
     where = f"row {mishap['row']}, completion {mishap['completion']}"
     rank = f" on rank {mishap['rank']}" if world_size > 1 else ""
     more = f" and {alike - 1} others" if alike > 1 else ""

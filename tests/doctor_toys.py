@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from alignment.advantages import RewardTable
 from alignment.diagnosis import Examination
 
 DATA = Path(__file__).parent / "data"
@@ -61,7 +59,7 @@ def alarms(rows: Any, **settings: Any) -> set[str]:
 
 
 def recorded(name: str) -> list[tuple[int, dict[str, float]]]:
-    """Rows of a real run, kept under tests/data by `python -m benchmarks.doctor`."""
+    """Rows of a real run, kept under tests/data by `python -m benchmarks.doctor --keep`."""
     return [(step, values) for step, values in json.loads((DATA / f"{name}.json").read_text())["rows"]]
 
 
@@ -77,10 +75,3 @@ def line(start: float, end: float) -> Callable[[float], float]:
 def merged(*logs: list[tuple[int, Mapping[str, float]]]) -> list[tuple[int, dict[str, float]]]:
     """Logs of the same steps as one."""
     return [(rows[0][0], {k: v for _, values in rows for k, v in values.items()}) for rows in zip(*logs, strict=True)]
-
-
-def longer(table: RewardTable) -> Tensor:
-    """An advantage that looks at nothing but length."""
-    assert table.lengths is not None
-    lengths = table.lengths.double()
-    return table.centred(lengths, table.stats(lengths)).sign()

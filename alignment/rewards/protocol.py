@@ -50,6 +50,10 @@ class Reward(Protocol):
     ) -> Sequence[float | Exception | None]: ...
 
 
+_BY_ZERO = ("ZeroDivisionError", "DivisionByZero", "DivisionUndefined", "division by zero", "divide by zero")
+"""How exceptions of Python, `decimal` and numpy say so, and those that were raised from one and repeat it."""
+
+
 class Outcome(NamedTuple):
     """What became of one completion under one reward: a value, a deliberate abstention (all None), or a fault."""
 
@@ -60,7 +64,7 @@ class Outcome(NamedTuple):
     @property
     def no_number(self) -> bool:
         """Whether it is NaN, infinite, or what a division by zero raised."""
-        return self.kind in ("nan", "inf") or (self.kind == "raise" and self.message.startswith("ZeroDivisionError"))
+        return self.kind in ("nan", "inf") or (self.kind == "raise" and any(word in self.message for word in _BY_ZERO))
 
 
 # ----------------------------------------------------------------------------------------------------- configuration

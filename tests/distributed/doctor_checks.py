@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 
-from alignment import distributed
+from alignment import devices, distributed
 from alignment.diagnosis_series import History
+from benchmarks.doctor_faults import Drift
 from callbacks import Doctor
 from modules import DPO
 from tests.toys import OPTIM, TINY, FixedData, groups, trainer
 
 
-class Drift(L.Callback):
-    """The last rank's weights leave those of the others before the batch `at`."""
+class Lines(logging.Handler):
+    """What this rank warns of."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self.lines: list[str] = []
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if module.batches_seen == self.at and distributed.rank() == distributed.world_size() - 1:
-            with torch.no_grad():
-                next(module.policy.parameters()).view(-1)[0] += 1e-6
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def observed(world: int, folder: Path, at: int) -> dict[str, Any]:
@@ -50,7 +50,13 @@ def observed(world: int, folder: Path, at: int) -> dict[str, Any]:
 
 
 def run_all(world: int, folder: Path) -> None:
-    found = {"whole": observed(world, folder / "whole", -1), "drifted": observed(world, folder / "drifted", 2)}
+    heard, kinds = Lines(), ("A100", "H100")
+    logging.getLogger(devices.__name__).addHandler(heard)
+    whole = observed(world, folder / "whole", -1)
+    alike = len(heard.lines)
+    devices.device_kind = lambda device: kinds[distributed.rank()]  # as in a job over two machines
+    drifted = observed(world, folder / "drifted", 2)
+    found = {"whole": whole, "drifted": drifted, "devices": [alike, heard.lines[alike:]]}
     (folder / f"results.rank{distributed.rank()}.json").write_text(json.dumps(found))
 
 

@@ -3,132 +3,104 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-from alignment.optim import OptimConfig
-from alignment.rollout import SamplingConfig
+from alignment.diagnosis import Examination
+from alignment.diagnosis_rules import NAMES
+from benchmarks import doctor
 from benchmarks.doctor import RUNS
-from callbacks import Doctor
-from modules import DPO, GRPO, PPO, SFT
-from tests.doctor_toys import DATA, alarms, recorded
-from tests.rl_toys import fit, here, online, prompts
-from tests.toys import TINY, FixedData, groups
+from benchmarks.doctor_faults import FAULTS
+from tests.doctor_toys import DATA, alarms, examined, recorded
+from tests.unit.test_diagnosis import FAULTS as LOGS
 
 
-def seen(
-    module: Any, folder: Path, batches: int, data: L.LightningDataModule | None = None, *more: L.Callback
-) -> set[str]:
-    """Names of the rules that gave an alarm in a run of so many batches."""
-    doctor = Doctor(every=5)
-    fit(module, folder, data or FixedData(prompts(4), batch_size=4), callbacks=[doctor, *more], max_epochs=batches)
-    return {alarm.rule for alarm in doctor.examination.alarms}
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.processes == 1])
+def test_a_run_with_a_fault(name: str, tmp_path: Path) -> None:
+    """The rules that it is made for give an alarm, with the evidence that it is made to leave."""
+    assert FAULTS[name].missed(FAULTS[name].run(tmp_path)) == ""
 
 
-def steps(lr: float) -> OptimConfig:
-    return OptimConfig(lr=lr, schedule="constant")
+def test_every_rule_has_a_run() -> None:
+    """Those of two processes are in tests/distributed."""
+    assert {rule for fault in FAULTS.values() for rule in fault.shows} == set(NAMES)
 
 
-def any_number(completion: str, completion_ids: list[int]) -> float:
-    """A number that says nothing of the completion."""
-    return float(sum(i * i * 7919 for i in completion_ids) % 101) / 100
-
-
-def test_a_constant_reward_and_groups_without_a_signal(tmp_path: Path) -> None:
-    module = online(GRPO, rewards={"same": here(lambda completion: 0.5)})
-    assert seen(module, tmp_path, 12) == {"constant_reward", "dead_groups"}
-
-
-def test_completions_that_never_end(tmp_path: Path) -> None:
-    module = online(GRPO, sampling=SamplingConfig(max_tokens=6, stop_ids=[2]))
-    assert "truncation" in seen(module, tmp_path, 12)
-
-
-def test_steps_that_are_too_small(tmp_path: Path) -> None:
-    module = online(GRPO, optim=steps(1e-12), kl={"measure": True})
-    assert seen(module, tmp_path, 35) == {"over_conservative"}
-    pairs = FixedData(groups(4, 2), batch_size=4)
-    assert seen(DPO(policy=TINY, optim=steps(1e-12)), tmp_path, 35, pairs) == {"over_conservative_pairs"}
-
-
-def test_steps_that_are_too_large(tmp_path: Path) -> None:
-    """For nothing: the reward says nothing of a completion."""
-    module = online(GRPO, rewards={"any": here(any_number)}, optim=steps(0.03), kl={"measure": True})
-    assert "kl_runaway" in seen(module, tmp_path, 30)
-
-
-def test_too_many_updates_of_a_rollout(tmp_path: Path) -> None:
-    module = online(PPO, optim=steps(0.05), value_coefficient=10.0, value_clip=None)
-    assert "clip_saturation" in seen(module, tmp_path, 30)
-
-
-def test_returns_that_run_away_from_the_critic(tmp_path: Path) -> None:
-    calls = []
-
-    def grows(completion: str, completion_ids: list[int]) -> float:
-        calls.append(1)
-        return any_number(completion, completion_ids) * len(calls)
-
-    module = online(PPO, rewards={"grows": here(grows)})
-    assert "critic_divergence" in seen(module, tmp_path, 30)
-
-
-def test_a_loss_that_pays_for_length(tmp_path: Path) -> None:
-    module = online(
-        GRPO, rewards={"any": here(any_number)}, advantage="tests.doctor_toys.longer", optim=steps(0.01), completions=8
+def test_what_a_run_must_show_is_missed_where_it_is_not() -> None:
+    """A log without the fault, one with another fault besides, and one with other evidence."""
+    fault = FAULTS["jolted"]
+    assert fault.missed(Examination()) == "no alarm: loss_spike"
+    assert fault.missed(examined(LOGS["loss_spike"])) == ""
+    both = [(step, {**row, "time/data_share": 0.6, "time/data_seconds": 0.4}) for step, row in LOGS["loss_spike"]]
+    assert fault.missed(examined(both)) == "alarms besides: data_bound"
+    assert FAULTS["hacked_validation"].missed(examined(LOGS["reward_hacking"])) == ""
+    assert FAULTS["hacked_length"].missed(examined(LOGS["reward_hacking"])) == (
+        "reward (length-controlled) is no evidence"
     )
-    assert "length_drift" in seen(module, tmp_path, 40)
 
 
-class Jolt(L.Callback):
-    """One batch meets weights that are far off."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == self.at:
-            with torch.no_grad():
-                module.policy.get_output_embeddings().weight.mul_(1000.0)
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-        if trainer.current_epoch == self.at:
-            with torch.no_grad():
-                module.policy.get_output_embeddings().weight.div_(1000.0)
+# ---------------------------------------------------------------------- the report
 
 
-def test_a_batch_that_breaks_the_loss(tmp_path: Path) -> None:
-    data = FixedData(groups(4, 1), batch_size=4)
-    assert seen(SFT(policy=TINY, optim=steps(1e-4)), tmp_path, 30, data, Jolt(26)) == {"loss_spike"}
+def entry(shows: tuple[str, ...], fired: tuple[str, ...], missed: str = "") -> dict[str, Any]:
+    alarm = {"rule": fired[0], "since": 9, "line": f"{fired[0]}: seen"} if fired else None
+    return {
+        "what": "said",
+        "shows": list(shows),
+        "fired": list(fired),
+        "missed": missed,
+        "rows": 30,
+        "seconds": 2,
+        "alarms": [alarm] if alarm else [],
+    }
 
 
-class Slow(FixedData):
-    """Every batch is long in coming."""
+def test_the_report_names_what_fired_and_what_should_have() -> None:
+    found = {
+        "jolted": entry(("loss_spike",), ("loss_spike", "kl_runaway")),
+        "waiting": entry(("data_bound",), (), "no alarm: data_bound"),
+        "healthy_dpo": entry((), ("truncation",), "alarms of a healthy run: truncation"),
+    }
+    text = doctor.page(found, "here")
+    assert f"1 of {len(NAMES)} rules fire on a run made to show their fault. 1 healthy runs give 1 alarms." in text
+    for row in (
+        "| rule | 1 | 2 | 3 |",
+        "| `loss_spike` | ● |  |  |",
+        "| `kl_runaway` | ○ |  |  |",
+        "| `data_bound` |  | ✗ |  |",
+        "| `truncation` |  |  | ✗ |",
+        "| 3 | `healthy_dpo` | nothing: said | 30 | 2 | alarms of a healthy run: truncation |",
+        "- `jolted`, step 9: loss_spike: seen",
+    ):
+        assert row in text.split("\n")
 
-    class Rows(list):  # type: ignore[type-arg]
-        def __getitem__(self, i: Any) -> Any:
-            time.sleep(0.15)
-            return super().__getitem__(i)
 
-    def _loader(self, split: str) -> DataLoader[Any]:
-        parts: Sequence[Any] = super()._loader(split).dataset  # type: ignore[assignment]
-        return DataLoader(self.Rows(parts), batch_size=None)  # type: ignore[arg-type]
+def test_the_committed_report_is_of_these_runs_and_finds_what_it_should() -> None:
+    found = json.loads(doctor.REPORT.read_text(encoding="utf-8"))
+    assert set(found["runs"]) == {*FAULTS, *RUNS}
+    assert doctor.REPORT.with_suffix(".md").read_text(encoding="utf-8") == doctor.page(found["runs"], found["machine"])
+    for name, one in found["runs"].items():
+        shows = FAULTS[name].shows if name in FAULTS else doctor.SHOWS.get(name, ())
+        assert tuple(one["shows"]) == shows
+        assert set(shows) <= set(one["fired"])
+        assert shows or not one["fired"]
 
 
-def test_training_that_waits_for_its_data(tmp_path: Path) -> None:
-    doctor = Doctor(every=5)
-    module = SFT(policy=TINY, optim=steps(1e-4))
-    fit(module, tmp_path, Slow(groups(28, 1), batch_size=2), callbacks=[doctor])
-    (alarm,) = doctor.examination.alarms
-    assert alarm.rule == "data_bound"
-    assert "data.num_workers" in alarm.line()
+def test_a_run_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it finds is added to what was found before; what is not seen as it must be is exit status 1."""
+    monkeypatch.setattr(doctor, "REPORT", tmp_path / "doctor.json")
+    (tmp_path / "doctor.json").write_text(json.dumps({"machine": "there", "runs": {"jolted": entry((), ())}}))
+    words = ["constant", "--work", str(tmp_path / "work")]
+    assert doctor.main(words) == 0
+    assert set(json.loads((tmp_path / "doctor.json").read_text())["runs"]) == {"jolted", "constant"}
+    monkeypatch.setitem(FAULTS, "constant", replace(FAULTS["constant"], shows=("truncation",)))
+    assert doctor.main(words) == 1
+    for words in (["hacked_sentiment"], ["hacked"]):  # without --data; no such run
+        with pytest.raises(SystemExit, match="2"):
+            doctor.main(words)
 
 
 # ---------------------------------------------------------------------- runs of models that can speak
@@ -136,8 +108,7 @@ def test_training_that_waits_for_its_data(tmp_path: Path) -> None:
 
 def test_reward_hacking_by_a_lexicon_of_sentiment() -> None:
     """GRPO of the TinyStories model on sentiment alone: it ends as "friend friend friend"."""
-    found = alarms(recorded("hacked_sentiment"), every=5)
-    assert {"reward_hacking", "repetition", "entropy_collapse", "kl_runaway"} <= found
+    assert set(doctor.SHOWS["hacked_sentiment"]) <= alarms(recorded("hacked_sentiment"), every=5)
 
 
 HEALTHY = sorted(path.stem for path in DATA.glob("healthy_*.json"))
@@ -149,7 +120,7 @@ def test_the_runs_are_those_that_a_command_makes() -> None:
     files = {path.stem: json.loads(path.read_text()) for path in DATA.glob("h*.json")}
     assert set(files) == set(RUNS)
     for name, found in files.items():
-        assert found["command"] == f"python -m benchmarks.doctor --data FOLDER {name}"
+        assert found["command"] == f"python -m benchmarks.doctor --data FOLDER --keep {name}"
         assert len(found["rows"]) >= 30
 
 
