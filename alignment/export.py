@@ -108,21 +108,25 @@ def export(
     return out
 
 
-def trained_policy(
-    checkpoint: str | Path, *, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The policy of a checkpoint (or of a run's last one) to sample from: in eval mode, LoRA merged, heads in it.
+def load_trained(
+    path: str | Path, *, trust_remote_code: bool = False, may_have_heads: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PolicyConfig]:
+    """The policy of a checkpoint, or of a run's last one, to sample from: in eval mode and full precision, LoRA merged,
+    heads in it; its tokenizer; and its configuration.
 
-    Raises as `export` does.
+    Raises as `export` does, and UserError for a policy with heads where there may be none.
     """
-    trained = _from_checkpoint(Path(checkpoint), trust_remote_code, None)
+    trained = _from_checkpoint(Path(path), trust_remote_code, None)
+    if trained.heads is not None and not may_have_heads:
+        raise UserError(f"'{path}' holds a policy with heads (modules.DecoupledPO), which cannot be sampled from here")
     model = _merged(trained)
     model.eval()  # type: ignore[no-untyped-call]
+    model.generation_config = generation_config(model, trained.tokenizer)
     if trained.heads is not None:
         heads = Heads(trained.heads.spec)
         heads.load_state_dict(dict(trained.heads.tensors))
         heads.to(model.device).attach(model)
-    return model, trained.tokenizer
+    return model, trained.tokenizer, trained.config
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alignment.chat import end_ids
-from alignment.export import generation_config, trained_policy
+from alignment.export import generation_config, load_trained
 from alignment.heads_file import FOLDER as HEADS
 from alignment.heads_file import load_fused
 from alignment.local_rollout import LocalRollout
@@ -49,9 +49,9 @@ def ready(name: str, root: Path = Path("."), *, device: str | None = None, dtype
     """
     folder = Path(name)
     if name in ("last", "best"):
-        model, tokenizer = trained_policy(named_checkpoint(name, root, {}))
+        model, tokenizer, _ = load_trained(named_checkpoint(name, root, {}))
     elif any((folder / mark).exists() for mark in _CHECKPOINT):
-        model, tokenizer = trained_policy(folder)
+        model, tokenizer, _ = load_trained(folder)
     elif (folder / HEADS / "config.json").is_file():
         model, _ = load_fused(folder)
         tokenizer = load_tokenizer(PolicyConfig(name=name))

@@ -38,6 +38,12 @@ def _content(value: object) -> str:
     return text("".join(parts), "message")
 
 
+def role_of(message: Mapping[str, Any]) -> str | None:
+    """Our name for the role of a raw message; None for one that we do not know."""
+    role = message.get("role", message.get("from"))
+    return _ROLES.get(role) if isinstance(role, str) else None
+
+
 def _message(value: object) -> Message:
     if not isinstance(value, dict):
         raise RowError("message has the wrong type", f"{type(value).__name__}, expected an object")
