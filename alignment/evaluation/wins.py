@@ -20,7 +20,7 @@ REFERENCE = "reference"
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Probability that at least one of k of these samples is right, without bias: Chen et al. 2021, arXiv 2107.03374."""
+    """Probability that one of k of these samples is right, without bias: Chen et al. 2021, arXiv 2107.03374."""
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
@@ -50,7 +50,7 @@ class PassAtK:
         **settings: Any,
     ) -> None:
         if not k or min(k) < 1 or max(k) > samples:
-            raise UserError(f"k is {list(k)} and samples {samples}; each k is at least 1 and at most as many as samples")
+            raise UserError(f"k is {list(k)} and samples {samples}; each k is at least 1 and at most that many")
         self.suite = RewardSuite({"right": reward})
         self.k, self.samples, self.threshold = sorted(k), samples, threshold
         self.sampling = SamplingConfig(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
@@ -76,8 +76,8 @@ class WinRate:
     """How often a judge prefers the model's reply to a reference reply, asked in both orders.
 
     Metrics: `win_rate` (ties count half, with its interval), `wins`, `ties`, `losses` (shares of judged prompts),
-    `contradictory` (share where the judge preferred a place and not a reply: its position bias), `faults` (share without
-    an answer), and the win rate of each category.
+    `contradictory` (share where the judge preferred a place and not a reply: its position bias), `faults` (share
+    without an answer), and the win rate of each category.
 
     Args:
         path: prompts; with `against` null each row has the reference reply in the column `reference`.
@@ -109,7 +109,8 @@ class WinRate:
     def run(self, subject: Subject) -> Result:
         groups = prompts_of(subject, self.settings)
         if self.against is not None:
-            groups = self._answered(groups, Subject(self.against, root=subject.root, device=subject.device), subject.seed)
+            other = Subject(self.against, root=subject.root, device=subject.device, seed=subject.seed)
+            groups = self._answered(groups, other)
         elif missing := [group.index for group in groups if group.columns.get(REFERENCE) is None]:
             raise UserError(f"row {missing[0]} has no column '{REFERENCE}'; add it, or name a model with against")
         values: list[float] = []
@@ -126,9 +127,8 @@ class WinRate:
                 count += len(columns)
         return counted(values, categories, faults / count)
 
-    def _answered(self, groups: Sequence[Group], other: Subject, seed: int) -> list[Group]:
+    def _answered(self, groups: Sequence[Group], other: Subject) -> list[Group]:
         """The prompts with another model's replies as references."""
-        other.seed = seed
         own = prompts_of(other, self.settings)
         texts: list[str] = []
         for rollout in sampled(other, own, 1, self.sampling):

@@ -204,6 +204,6 @@ def test_presets_that_serve_ppo_too(preset: str, workdir: Path, reward_model: Pa
 def test_no_fragment_is_left_out() -> None:
     folders = {p.parent.name for p in CONFIGS.rglob("*.yaml")}
     assert folders == {
-        "configs", "data", "trainer", "callbacks", "debug", "presets", "quickstart", "tune", "evaluate", "code", "rewards",
-        "models",
+        "configs", "data", "trainer", "callbacks", "debug", "presets", "quickstart", "tune", "evaluate", "code",
+        "rewards", "models",
     }  # fmt: skip

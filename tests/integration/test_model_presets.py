@@ -1,4 +1,4 @@
-"""configs/presets/models/: each file parses as its comment says and adapts the layers it means; one of each architecture
+"""configs/presets/models/: each file parses as its comment says and adapts the layers it means; one an architecture
 trains, on a small model of that architecture. docs/models.md: its table is these files, its commands run."""
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def test_adapters_are_where_the_file_says(name: str) -> None:
     kind = architecture(name)
     lora = settings(name)["policy"]["lora"]
     model = add_lora(hf.AutoModelForCausalLM.from_config(fits(BUILT[kind]())), LoRAConfig(**lora))
-    adapted = {path.removesuffix(".lora_A.default") for path, m in model.named_modules() if path.endswith("lora_A.default")}
+    end = ".lora_A.default"
+    adapted = {path.removesuffix(end) for path, _ in model.named_modules() if path.endswith(end)}
     targets = lora.get("target_modules", "all-linear")
     expected = set(targets) if isinstance(targets, list) else ALL_LINEAR.get(kind, ATTENTION | MLP)
     assert {path.rpartition(".")[2] for path in adapted} == expected

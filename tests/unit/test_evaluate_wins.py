@@ -34,7 +34,7 @@ def test_pass_at_k() -> None:
 
 
 def test_programs_that_pass(tiny: Subject, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three prompts the first is right in every sample, the second in none, on the third the reward abstains once."""
+    """Of three prompts the first is right in every sample, the second in none; on the third the reward abstains."""
     Path("checks.py").write_text(
         "seen = []\n"
         "def right(completion, number):\n"
