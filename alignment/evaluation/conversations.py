@@ -134,7 +134,7 @@ class MTBench:
             path = str(folder / "question.jsonl")
             for _, row in read(str(folder / _ANSWERS), "train", None):
                 answers[str(row["question_id"])] = [str(text) for text in row["choices"][0]["turns"]]
-        talks = []
+        talks: list[Talk] = []
         for place, row in read(path, self.split, self.max_rows):
             turns = row.get("turns")
             if not isinstance(turns, list) or not turns or not all(isinstance(text, str) and text for text in turns):
@@ -169,7 +169,7 @@ class MTBench:
 
     def _compared(self, talks: Sequence[Talk], others: Sequence[Talk]) -> Result:
         prompts = ["\n\n".join(f"Message {i + 1}: {text}" for i, text in enumerate(t.turns)) for t in talks]
-        columns = [{REFERENCE: _said(other)} for other in others]
+        columns: list[Mapping[str, Any]] = [{REFERENCE: _said(other)} for other in others]
         verdicts = self.judge(prompts, [_said(talk) for talk in talks], columns)
         values = [v if isinstance(v, float) else float("nan") for v in verdicts]
         faults = sum(isinstance(v, Exception) for v in verdicts) / len(verdicts)

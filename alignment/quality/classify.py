@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,7 +29,7 @@ def classify(name: str, texts: Sequence[str]) -> list[dict[str, float]]:
     # A decoder scores its last token that is no padding: without a padding token both agree on, one text at a time.
     pads = tokenizer.pad_token_id is not None and tokenizer.pad_token_id == model.config.get_text_config().pad_token_id
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    run: Any = pipeline("text-classification", model=model, tokenizer=tokenizer, device=device)
+    run: Any = pipeline("text-classification", model=model, tokenizer=cast(Any, tokenizer), device=device)
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of similar lengths
     found = run(
         [texts[i] for i in order], top_k=None, truncation=True, max_length=most, batch_size=_BATCH if pads else 1
