@@ -35,6 +35,14 @@ def _users_files_are_forgotten(tmp_path_factory: pytest.TempPathFactory) -> Iter
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def _process_groups_end() -> Iterator[None]:
+    """A sharded run of one process leaves its group; the next one makes its own."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

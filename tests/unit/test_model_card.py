@@ -43,7 +43,7 @@ def test_the_card_of_a_run(trained: Path) -> None:
     assert f"| val/loss | {loss:.4g} |" in body
     assert json.loads((trained / "run.json").read_text())["run_id"] in body
     config = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
-    assert config["model"]["init_args"]["beta"] == 0.1
+    assert config["model"]["init_args"]["optim"]["lr"] == 1e-3
     AutoModelForCausalLM.from_pretrained("mine")
 
 

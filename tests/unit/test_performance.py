@@ -215,10 +215,10 @@ def test_the_other_version_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(measure.Bench, "alone", alone)
     numbers = {name: made_up(1 << 30) for name in ("W3", "W4", "W9")}
     found = measure.versions(measure.Bench(work=tmp_path, peers=tmp_path, pairs=1), numbers)
-    assert asked == [("fp32", "1.12.0")] * 2
+    assert asked == [("fp32", "1.16.0")] * 2
     assert report.version_lines({**numbers, "versions": {"found": found}})[2:] == [
-        "| W3 | 1.16.0 | 4.00 | 1.12.0 | 4.25 |",
-        "| W4 | 1.16.0 | 4.00 | 1.12.0 | does not run: no such trainer |",
+        "| W3 | 1.12.0 | 4.00 | 1.16.0 | 4.25 |",
+        "| W4 | 1.12.0 | 4.00 | 1.16.0 | does not run: no such trainer |",
     ]
 
 
