@@ -98,7 +98,7 @@ class FollowedData(GroupData):
             return
         if path == WORLD:
             raise UserError(f"{HERE} needs data.path: a folder of .jsonl files, one such file, or an sqlite file")
-        refused = {"mix": self.mix, "length_aware": self.length_aware, "drop_last": self.drop_last}
+        refused: dict[str, Any] = {"mix": self.mix, "length_aware": self.length_aware, "drop_last": self.drop_last}
         refused |= {"num_workers": self.num_workers, "max_rows": self._splits.recipe.max_rows}
         for name, value in refused.items():
             if value:

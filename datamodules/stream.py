@@ -283,7 +283,8 @@ class Stream:
 
     def _sorted_out(self, rows: Sequence[Row]) -> list[Kept]:
         """Of these rows those to train on; the others are held out, or reported."""
-        found, faults = [], []
+        found: list[Kept] = []
+        faults: list[str] = []
         report, held = self.standing.report, self.standing.held
         for place, text in rows:
             report.read += 1
