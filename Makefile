@@ -23,9 +23,8 @@ quickstart: $(STAMP)
 quickstart-grpo: $(REWARDS)
 	$(BIN)/python -m alignment.quickstart_grpo --model $(MODEL)
 
-# A file stays on one core: its tests share what they have trained.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.halves $(PYTEST_FLAGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
