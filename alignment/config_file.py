@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -9,6 +11,28 @@ from pathlib import Path
 import yaml
 
 from alignment.cli_errors import CommandLineError
+
+_NULL = re.compile(r"--(model|data)((?:\.\w+){2,})(?:=(null|~))?")
+
+
+def with_nulls(words: Sequence[str]) -> list[str]:
+    """Words in which `--model.policy.tokenizer=null` is a piece of configuration: as a flag jsonargparse makes the text
+    'None' of it where a setting lies inside another one."""
+    found: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag = _NULL.fullmatch(word)
+        if flag is None or (flag[3] is None and rest[:1] not in (["null"], ["~"])):
+            found.append(word)
+            continue
+        if flag[3] is None:
+            rest.pop(0)
+        value: object = None
+        for part in reversed([part for part in flag[2].split(".")[1:] if part != "init_args"]):
+            value = {part: value}
+        found += ["--config", json.dumps({flag[1]: {"init_args": value}})]
+    return found
 
 
 def check_config_file(path: str | PathLike[str]) -> None:

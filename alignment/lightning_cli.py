@@ -38,7 +38,7 @@ from lightning_utilities.core.enums import StrEnum
 from alignment import runs
 from alignment.checkpoint import CheckpointError, SafeCheckpointIO, load_checkpoint_folder, resolve
 from alignment.cli_errors import CommandLineError, add_hint, explain, failed_import, lightnings, of_settings
-from alignment.config_file import check_config_file, of_a_run
+from alignment.config_file import check_config_file, of_a_run, with_nulls
 from alignment.importing import collecting_no_garbage
 from alignment.settings import plain
 from alignment.strategies import refused
@@ -115,7 +115,7 @@ class AlignmentCLI(LightningCLI):
     """One command line. `args`: the words after `alignment`, the subcommand among them."""
 
     def __init__(self, args: list[str]) -> None:
-        self.words = args = of_a_run(args)
+        self.words = args = with_nulls(of_a_run(args))
         super().__init__(
             save_config_callback=RecordRun,
             trainer_defaults={"logger": {"class_path": _LOGGER}, "use_distributed_sampler": False},

@@ -100,6 +100,19 @@ def test_later_files_and_flags_win(capsys: pytest.CaptureFixture[str], workdir: 
     assert (config["trainer"]["max_steps"], config["trainer"]["limit_val_batches"]) == (4, 6)
 
 
+@pytest.mark.parametrize("words", [["--model.policy.revision=null"], ["--model.policy.revision", "null"]], ids=str)
+@pytest.mark.parametrize("start", [["-c", str(CONFIGS / "dpo.yaml")], ["--model=DPO"]], ids=["file", "class"])
+def test_null_inside_a_setting(
+    capsys: pytest.CaptureFixture[str], workdir: Path, start: list[str], words: list[str]
+) -> None:
+    """It takes back what a file or an earlier flag has set, and is not the text 'None'; later flags win as ever."""
+    assert main(["fit", *start, "--model.policy.revision=main", *words, "--print_config"]) == 0
+    policy = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
+    assert (policy["revision"], policy["name"]) == (None, "tiny")
+    assert main(["fit", *start, *words, "--model.policy.revision=v2", "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]["revision"] == "v2"
+
+
 def test_fragments_and_appended_callbacks(capsys: pytest.CaptureFixture[str], workdir: Path) -> None:
     callbacks = CONFIGS / "callbacks" / "default.yaml"
     Path("run.yaml").write_text(f"trainer: {{max_steps: 3, callbacks: {callbacks}}}\n")
