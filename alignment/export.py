@@ -35,6 +35,7 @@ from alignment.settings import as_config
 from alignment.sources import locate
 from alignment.spread import whole
 from alignment.training import STATE_KEY
+from alignment.whole_file import sync
 
 log = logging.getLogger(__name__)
 
@@ -254,22 +255,14 @@ def appearing(out: Path) -> Iterator[Path]:
     try:
         yield partial
         for file in partial.rglob("*"):
-            _sync(file)
-        _sync(partial)
+            sync(file)
+        sync(partial)
         if out.exists():
             os.rename(out, previous)
         os.rename(partial, out)
-        _sync(out.parent)
+        sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if previous.exists() and not out.exists():
             os.rename(previous, out)
         shutil.rmtree(previous, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

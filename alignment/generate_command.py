@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignment.errors import UserError
+from alignment.whole_file import appearing_file
 
 if TYPE_CHECKING:
     from alignment.batches import Group
@@ -92,18 +92,10 @@ def replies(
 
 
 def _write(path: Path, rows: Iterator[dict[str, Any]]) -> int:
-    """Beside, flushed to the disk, then renamed. Returns how many."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    """Returns how many."""
     count = 0
-    try:
-        with partial.open("w", encoding="utf-8", errors="replace") as file:
-            for row in rows:
-                count += 1
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with appearing_file(path) as file:
+        for row in rows:
+            count += 1
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace"))
     return count

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alignment.augmentation.writing import sync_folder
 from alignment.errors import UserError
+from alignment.whole_file import sync
 
 
 class Graded(NamedTuple):
@@ -82,7 +82,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         if new:
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
         self.grades |= grades
         self.faults += faults
 

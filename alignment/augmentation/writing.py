@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
+from alignment.whole_file import appearing_file
 
 ENDINGS = (".jsonl", ".parquet")
 
@@ -34,27 +34,9 @@ def write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     format cannot hold: in parquet every value of a column has one type, in JSON there are no dates.
     """
     content = _parquet(out, rows) if out.suffix == ".parquet" else _jsonl(out, rows)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(out.parent)
+    with appearing_file(out) as file:
+        file.write(content)
     return hashlib.sha256(content).hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's list of files to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _jsonl(out: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from alignment import runs
 from alignment.evaluation.base import Result, Subject
+from alignment.whole_file import appearing_file
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,9 @@ def write(path: Path, subject: str, results: Mapping[str, Result]) -> None:
                "table": [dict(row) for row in r.table]}
         for name, r in results.items()
     }  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps({"model": subject, "tasks": found}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    os.replace(partial, path)
+    text = json.dumps({"model": subject, "tasks": found}, indent=1, ensure_ascii=False) + "\n"
+    with appearing_file(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def track(subject: Subject, results: Mapping[str, Result], path: Path, tracking_uri: str | None) -> str | None:

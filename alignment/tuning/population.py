@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from alignment.errors import UserError
 from alignment.tuning.plan import Plan, wanted
 from alignment.tuning.process import RunFailed
 from alignment.tuning.space import Dimension, Range, Space, Value
+from alignment.whole_file import appearing_file
 
 FACTORS = (0.8, 1.25)
 SHARE = 0.25
@@ -144,14 +144,10 @@ def _part(
 
 
 def _save(path: Path, plan: Plan, interval: int, number: int, members: Sequence[Member]) -> None:
-    """Beside, then renamed: a study that is killed goes on from the last whole round."""
-    partial = path.with_suffix(".partial")
+    """A study that is killed goes on from the last whole round."""
     text = json.dumps({**_kind(plan, interval), "round": number, "members": [asdict(m) for m in members]}, indent=1)
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with appearing_file(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def _kind(plan: Plan, interval: int) -> dict[str, Any]:
