@@ -22,6 +22,7 @@ TASKS = {
     "MultipleChoice": "alignment.evaluation.likelihood",
     "PreferenceAccuracy": "alignment.evaluation.likelihood",
     "Replies": "alignment.evaluation.replies",
+    "Safety": "alignment.evaluation.safety",
     "Diversity": "alignment.evaluation.replies",
     "PassAtK": "alignment.evaluation.wins",
     "WinRate": "alignment.evaluation.wins",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alignment.batches import Group
@@ -37,8 +38,64 @@ def sampled(subject: Subject, groups: Sequence[Group], count: int, sampling: Sam
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Replies with their rewards, N of each.
+
+    Args:
+        prompts, replies: texts. columns: of the rows, that of the prompt for each reply.
+        values: reward -> a number for each reply, NaN where it abstained.
+        lengths: the metrics `length` (mean, tokens) and `truncated` (share).
+    """
+
+    prompts: Sequence[str]
+    replies: Sequence[str]
+    columns: Sequence[Mapping[str, Any]]
+    values: Mapping[str, Sequence[float]]
+    lengths: Mapping[str, float]
+
+    def column(self, name: str) -> list[str | None]:
+        """Of each reply, as text; None where its row has none."""
+        return [None if row.get(name) is None else str(row[name]) for row in self.columns]
+
+    def table(self, shown: int) -> list[dict[str, Any]]:
+        """The first `shown` for people."""
+        texts = zip(self.prompts[:shown], self.replies[:shown], strict=True)
+        return [
+            {"prompt": prompt, "reply": reply, **{name: _shown(v[i]) for name, v in self.values.items()}}
+            for i, (prompt, reply) in enumerate(texts)
+        ]
+
+
+def scored(
+    subject: Subject, settings: Mapping[str, Any], samples: int, sampling: SamplingConfig, suite: RewardSuite
+) -> Scored:
+    """`samples` replies to each prompt, under all rewards of a suite, whose workers are ended afterwards."""
+    groups = prompts_of(subject, settings)
+    values: dict[str, list[float]] = {name: [] for name in suite.names}
+    prompts: list[str] = []
+    replies: list[str] = []
+    columns: list[Mapping[str, Any]] = []
+    lengths: list[int] = []
+    cut: list[bool] = []
+    with suite:
+        for rollout in sampled(subject, groups, samples, sampling):
+            batch, read = rollout.batch, Texts.decode(rollout.batch, subject.policy.tokenizer)
+            matrix = suite.score(rollout, read, learn=False)
+            for k, name in enumerate(matrix.names):
+                values[name] += matrix.values[:, k].tolist()
+            owners = batch.group_of.tolist()
+            prompts += [read.prompts[g] for g in owners]
+            replies += read.completions
+            columns += [batch.columns[g] for g in owners]
+            lengths += batch.completion_lengths.tolist()
+            cut += rollout.truncated.tolist()
+    means = {"length": statistics.fmean(lengths), "truncated": statistics.fmean(cut)}
+    return Scored(prompts=prompts, replies=replies, columns=columns, values=values, lengths=means)
+
+
 class Replies:
-    """Replies to prompts under any rewards, as training uses them: harmful replies by a classifier, refusals, a judge.
+    """Replies to prompts under any rewards, as training uses them.
 
     Metrics, for each reward: `<reward>` (mean over replies), `<reward>/abstained` (share without a value), with a
     threshold `<reward>/share` (of replies that reach it) and for each category that share; `length` (tokens) and
@@ -73,35 +130,14 @@ class Replies:
         self.settings = {"path": path, "max_rows": max_rows, **settings}
 
     def run(self, subject: Subject) -> Result:
-        groups = prompts_of(subject, self.settings)
-        values: dict[str, list[float]] = {name: [] for name in self.suite.names}
-        lengths: list[int] = []
-        cut: list[bool] = []
-        texts: list[tuple[str, str]] = []
-        categories: list[str | None] = []
-        with self.suite:
-            for rollout in sampled(subject, groups, self.samples, self.sampling):
-                batch, read = rollout.batch, Texts.decode(rollout.batch, subject.policy.tokenizer)
-                matrix = self.suite.score(rollout, read, learn=False)
-                for k, name in enumerate(matrix.names):
-                    values[name] += matrix.values[:, k].tolist()
-                lengths += batch.completion_lengths.tolist()
-                cut += rollout.truncated.tolist()
-                owners = batch.group_of.tolist()
-                texts += [(read.prompts[g], read.completions[row]) for row, g in enumerate(owners)]
-                columns = [batch.columns[g].get(self.category) for g in owners]
-                categories += [None if c is None else str(c) for c in columns]
-        metrics = {"length": statistics.fmean(lengths), "truncated": statistics.fmean(cut)}
-        intervals: dict[str, tuple[float, float]] = {}
-        for name, found in values.items():
-            more, between = self._of(name, found, categories)
+        found = scored(subject, self.settings, self.samples, self.sampling, self.suite)
+        categories = found.column(self.category)
+        metrics, intervals = dict(found.lengths), dict[str, tuple[float, float]]()
+        for name, values in found.values.items():
+            more, between = self._of(name, values, categories)
             metrics |= more
             intervals |= between
-        table = [
-            {"prompt": prompt, "reply": reply, **{n: _shown(v[i]) for n, v in values.items()}}
-            for i, (prompt, reply) in enumerate(texts[: self.shown])
-        ]
-        return Result(metrics=metrics, intervals=intervals, table=table)
+        return Result(metrics=metrics, intervals=intervals, table=found.table(self.shown))
 
     def _of(
         self, name: str, found: Sequence[float], categories: Sequence[str | None]

@@ -23,6 +23,7 @@ SHIPPED = {
     "FaqMatch": "faq",
     "Sentiment": "tone",
     "Toxicity": "tone",
+    "Refusal": "refusal",
     "Readability": "readability",
     "MathVerify": "symbolic",
     "WordErrorRate": "multimodal",

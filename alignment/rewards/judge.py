@@ -27,6 +27,10 @@ _FORGED = (
 )
 
 
+TIE = 0.5
+"""The verdict on two replies of which none is better."""
+
+
 class CanaryFailed(ValueError):
     """A judge gave a wrong verdict on a reply whose verdict is known."""
 
@@ -135,6 +139,14 @@ class PairJudge:
     def __call__(
         self, prompts: list[str], completions: list[str], columns: list[Mapping[str, Any]]
     ) -> list[float | Exception | None]:
+        found = self.orders(prompts, completions, columns)
+        return [both_orders(*pair) if isinstance(pair, tuple) else pair for pair in found]
+
+    def orders(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[float, float] | Exception | None]:
+        """Both verdicts on each: with the completion as A, then as B; 1 is for A, 0 for B, 1/2 a tie. An exception where
+        one of them is none, None for a row without a reference."""
         asked = _prompts(self.prompt, prompts, columns)
         questions: list[Question] = []
         kept = []
@@ -144,10 +156,10 @@ class PairJudge:
                 reference = str(row[self.reference])
                 questions += [Question(prompt, completion, reference), Question(prompt, reference, completion)]
         verdicts = self._panel.verdicts(questions, self)
-        values: list[float | Exception | None] = [None] * len(completions)
+        found: list[tuple[float, float] | Exception | None] = [None] * len(completions)
         for place, i in enumerate(kept):
-            values[i] = both_orders(*verdicts[2 * place : 2 * place + 2])
-        return values
+            found[i] = in_pair(*verdicts[2 * place : 2 * place + 2])
+        return found
 
     def messages(self, question: Question, criteria: str, code: str) -> Messages:
         return asked_to_compare(question, criteria, code)
@@ -156,15 +168,17 @@ class PairJudge:
         return choice_in(answer, code)
 
 
-def both_orders(first: float | Exception | None, second: float | Exception | None) -> float | Exception | None:
+def in_pair(first: float | Exception, second: float | Exception) -> tuple[float, float] | Exception:
+    """Both verdicts, or the exception that one of them is."""
+    if isinstance(first, Exception):
+        return first
+    return second if isinstance(second, Exception) else (first, second)
+
+
+def both_orders(first: float, second: float) -> float | None:
     """One value from the verdicts on a reply that stood first and then second; each is 1 where A, the one that stood
-    first, was preferred."""
-    for verdict in (first, second):
-        if not isinstance(verdict, float):
-            return verdict
-    assert isinstance(first, float)
-    assert isinstance(second, float)
-    return None if first == second != 0.5 else (first + 1 - second) / 2
+    first, was preferred. None where they contradict each other."""
+    return None if first == second != TIE else (first + 1 - second) / 2
 
 
 # ------------------------------------------------------------------------------------------------------------ asking

@@ -6,13 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from alignment.errors import UserError
 from alignment.rewards.extra import needed
-
-if TYPE_CHECKING:
-    from alignment.rewards.model import Classifier
+from alignment.rewards.labels import optional_classifier, output_of, probabilities
 
 _DISGUISES = {
     **{"a": "a@*4", "e": "e*3", "i": "i*l1", "o": "o*0@", "u": "u*v"},
@@ -44,18 +41,18 @@ class Sentiment:
         max_tokens: int | None = None,
         device: str | None = None,
     ) -> None:
-        self._classifier = _classifier(name, max_tokens, device)
+        self._classifier = optional_classifier(name, max_tokens, device)
         if self._classifier is None:
             analyzer = needed("vaderSentiment.vaderSentiment", "vaderSentiment").SentimentIntensityAnalyzer()
             self._scores = analyzer.polarity_scores
         else:
-            self._positive = _label(self._classifier, positive)
-            self._negative = _label(self._classifier, negative)
+            self._positive = output_of(self._classifier, positive)
+            self._negative = output_of(self._classifier, negative)
 
     def __call__(self, completions: list[str]) -> list[float | None]:
         if self._classifier is None:
             return [(1 + float(self._scores(c)["compound"])) / 2 if c.strip() else None for c in completions]
-        rows = _probabilities(self._classifier, completions)
+        rows = probabilities(self._classifier, completions)
         return [None if row is None else (1 + row[self._positive] - row[self._negative]) / 2 for row in rows]
 
 
@@ -84,7 +81,7 @@ class Toxicity:
         max_tokens: int | None = None,
         device: str | None = None,
     ) -> None:
-        self._classifier = _classifier(name, max_tokens, device)
+        self._classifier = optional_classifier(name, max_tokens, device)
         if self._classifier is None:
             self._listed = _pattern(_words(words))
             return
@@ -93,49 +90,17 @@ class Toxicity:
         labels = [label] if isinstance(label, str | int) else list(label)
         if not labels:
             raise UserError("label is empty; name at least one toxic label")
-        self._columns = [_label(self._classifier, each) for each in labels]
+        self._columns = [output_of(self._classifier, each) for each in labels]
 
     def __call__(self, completions: list[str]) -> list[float | None]:
         if self._classifier is None:
             return [1 / (1 + self._count(c)) if c.strip() else None for c in completions]
-        rows = _probabilities(self._classifier, completions)
+        rows = probabilities(self._classifier, completions)
         return [None if row is None else 1 - max(row[column] for column in self._columns) for row in rows]
 
     def _count(self, text: str) -> int:
         """Listed words in a text. What has no letter is no disguise: 455 is a number."""
         return sum(any(map(str.isalpha, found)) for found in self._listed.findall(text.casefold()))
-
-
-# ------------------------------------------------------------------------------------------------------ classifiers
-
-
-def _classifier(name: str | None, max_tokens: int | None, device: str | None) -> Classifier | None:
-    if name is None:
-        if device is not None or max_tokens is not None:
-            raise UserError("device and max_tokens are for a classifier; name one, or leave them out")
-        return None
-    from alignment.rewards.model import Classifier  # brings torch, which a worker with word lists does without
-
-    return Classifier(name, "completion", max_tokens, device=device)
-
-
-def _label(classifier: Classifier, label: str | int) -> int:
-    """The output of a label. Raises UserError for a model without such labels."""
-    column = classifier.column(label)
-    if column is None:
-        raise UserError(f"'{classifier.name}' has no labels to choose from; a classifier with at least two is needed")
-    return column
-
-
-def _probabilities(classifier: Classifier, texts: Sequence[str]) -> list[list[float] | None]:
-    """Per text the probabilities of its labels, None for a blank one."""
-    kept = [i for i, text in enumerate(texts) if text.strip()]
-    rows: list[list[float] | None] = [None] * len(texts)
-    if kept:
-        found = classifier.probabilities([texts[i] for i in kept]).tolist()
-        for i, row in zip(kept, found, strict=True):
-            rows[i] = row
-    return rows
 
 
 # -------------------------------------------------------------------------------------------------------- word list

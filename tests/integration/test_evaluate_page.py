@@ -13,6 +13,7 @@ import yaml
 from alignment.cli import main
 from alignment.evaluation.command import TASKS, build, read
 from tests.integration.test_docs import SMALL, blocks, commands
+from tests.judge_server import Asked, Reply, judging, verdict_on_canary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -25,9 +26,40 @@ def test_the_command(workdir: Path) -> None:
     for task in tasks.values():
         task |= {"max_rows": 4} | ({"max_tokens": 4} if "max_tokens" in task else {})
     path.write_text(yaml.safe_dump(tasks))
-    (line,) = commands("evaluate.md")
+    line, _ = commands("evaluate.md")
     assert main(shlex.split(line)[1:]) == 0
     assert set(json.loads(Path("evaluation.json").read_text())["tasks"]) == set(tasks)
+
+
+def test_the_judged_ones(workdir: Path) -> None:
+    """With a judge that gives a 9 to what is longer than ten characters; the model is compared with itself."""
+
+    def script(asked: Asked) -> Reply:
+        if asked.canary:
+            return Reply(verdict_on_canary(asked))
+        if "REPLY" in asked.parts:
+            return Reply(f"{asked.code} {9 if len(asked.parts['REPLY']) > 10 else 2}")
+        assert asked.parts["REPLY A"] == asked.parts["REPLY B"]
+        return Reply(f"{asked.code} tie")
+
+    Path("my_questions.jsonl").write_text('{"turns": ["Say hello.", "Again."], "category": "writing"}\n')
+    Path("my_prompts.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": "Say no."}\n')
+    tasks = yaml.safe_load((REPOSITORY / "configs" / "evaluate" / "judged.yaml").read_text())
+    assert tasks["preferred"]["against"] == "models/smollm2"
+    tasks["preferred"]["against"] = "tiny"
+    with judging(script) as server:
+        for task in tasks.values():
+            assert task["judge"]["endpoint"]["url"] == "http://127.0.0.1:8000/v1"
+            task["judge"]["endpoint"]["url"] = server.url
+            task["max_tokens"] = 8
+        config = workdir / "configs" / "evaluate" / "judged.yaml"
+        config.parent.mkdir(parents=True)
+        config.write_text(yaml.safe_dump(tasks))
+        _, line = commands("evaluate.md")
+        assert main([*shlex.split(line.replace(" last ", " tiny "))[1:], "--no_tracking"]) == 0
+    found = json.loads(Path("evaluation.json").read_text())["tasks"]
+    assert found["conversations"]["metrics"]["unjudged"] == 0
+    assert (found["preferred"]["metrics"]["ties"], found["preferred"]["metrics"]["win_rate"]) == (1.0, 0.5)
 
 
 def test_local_files(workdir: Path) -> None:

@@ -19,7 +19,7 @@ from tests.reward_models import clip_cosine, save_classifier, save_clip, save_co
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "rewards"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 JUDGES = ["judge", "judge_pairs"]
-MODELS = ["clip_score", "faq_embedding", "sentiment_finbert", "toxicity_classifier"]
+MODELS = ["clip_score", "faq_embedding", "refusal_classifier", "sentiment_finbert", "toxicity_classifier"]
 """Their models are made for the test, in the place of the folder or hub id that they name."""
 PLAIN = sorted(set(NAMES) - {*JUDGES, *MODELS})
 
@@ -56,12 +56,13 @@ def test_those_without_a_model() -> None:
     """All of them in one worker. "$4$" and "5" are not 3; the second reply has one abusive word."""
     for package in ("rank_bm25", "vaderSentiment", "better_profanity", "textstat", "math_verify", "jiwer"):
         pytest.importorskip(package)
-    assert len(PLAIN) == 6
+    assert len(PLAIN) == 7
     found = scored({name: spec for fragment in PLAIN for name, spec in rewards_of(fragment).items()})
     assert found["professional"] == [1.0, 0.5]  # "years" of "3 years"
     assert found["sentiment"][0] > 0.6
     assert found["sentiment"][1] < 0.3
     assert found["civil"] == [1.0, 0.5]
+    assert found["refuses"] == [0.0, 0.0]
     assert found["correct"] == [1.0, 0.0]
     assert found["faithful"] == [pytest.approx(6 / 7), 0.0]  # "3" for "three"
     # 29 characters in 7 words in 1 sentence (that of two words does not count), and 5 to 9 is wanted.
@@ -115,6 +116,14 @@ def test_toxicity_by_a_classifier(tmp_path: Path) -> None:
     spec["civil"] |= {"in_process": True}
     spec["civil"]["args"]["name"] = save_classifier(tmp_path, labels, several=True)
     assert scored(spec)["civil"] == pytest.approx([0.6, 0.6], abs=1e-6)
+
+
+def test_refusal_by_a_classifier(tmp_path: Path) -> None:
+    spec = rewards_of("refusal_classifier")
+    assert spec["refuses"]["args"]["name"] == "ProtectAI/distilroberta-base-rejection-v1"
+    spec["refuses"] |= {"in_process": True}
+    spec["refuses"]["args"]["name"] = save_classifier(tmp_path, {"NORMAL": 0.8, "REJECTION": 0.2})
+    assert scored(spec)["refuses"] == pytest.approx([0.2, 0.2], abs=1e-6)
 
 
 def test_a_fragment_replaces_the_rewards_of_a_run(workdir: Path) -> None:

