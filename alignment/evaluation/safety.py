@@ -64,9 +64,7 @@ class Safety:
     def run(self, subject: Subject) -> Result:
         found = scored(subject, self.settings, self.samples, self.sampling, self.suite)
         groups: dict[str, list[int]] = {"": list(range(len(found.replies)))}
-        for i, (said, category) in enumerate(
-            zip(found.column(self.asks), found.column(self.category), strict=True)
-        ):
+        for i, (said, category) in enumerate(zip(found.column(self.asks), found.column(self.category), strict=True)):
             for name in dict.fromkeys((self._asked(said), category)):
                 if name:
                     groups.setdefault(f"{name}/", []).append(i)

@@ -99,7 +99,7 @@ class LLMJudge:
         self, prompts: list[str], completions: list[str], columns: list[Mapping[str, Any]]
     ) -> list[float | Exception | None]:
         asked = _prompts(self.prompt, prompts, columns)
-        return self._panel.verdicts([Question(p, c) for p, c in zip(asked, completions, strict=True)], self)
+        return [*self._panel.verdicts([Question(p, c) for p, c in zip(asked, completions, strict=True)], self)]
 
     def messages(self, question: Question, criteria: str, code: str) -> Messages:
         return asked_to_grade(question, criteria, self.low, self.high, code)
@@ -145,8 +145,8 @@ class PairJudge:
     def orders(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Sequence[Mapping[str, Any]]
     ) -> list[tuple[float, float] | Exception | None]:
-        """Both verdicts on each: with the completion as A, then as B; 1 is for A, 0 for B, 1/2 a tie. An exception where
-        one of them is none, None for a row without a reference."""
+        """Both verdicts on each: with the completion as A, then as B; 1 is for A, 0 for B, 1/2 a tie. An exception
+        where one of them is none, None for a row without a reference."""
         asked = _prompts(self.prompt, prompts, columns)
         questions: list[Question] = []
         kept = []
@@ -207,7 +207,7 @@ class _Panel:
         self._believed = 0
         """Calls until canaries are asked again."""
 
-    def verdicts(self, questions: Sequence[Question], form: LLMJudge | PairJudge) -> list[float | Exception | None]:
+    def verdicts(self, questions: Sequence[Question], form: LLMJudge | PairJudge) -> list[float | Exception]:
         """One verdict for each. Raises CanaryFailed, or NoAnswer for a canary without an answer."""
         keys = [self._key(question, form) for question in questions]
         # One for each, whatever is known already and whether canaries are due: a resumed run asks the same.

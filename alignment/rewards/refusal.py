@@ -14,8 +14,8 @@ _CANNOT = (
     r"refuse|(?:'m|am|'re|are|'ll be|will be) (?:not able|unable|not allowed|not permitted|not comfortable|not going))"
 )
 _DO = (
-    r"(?:help(?!(?: \w+)? but\b)|assist|provide|comply|fulfil|do (?:that|this|so)|engage|participate|support|creat|writ|"
-    r"generat|produc|giv(?:e|ing)|shar(?:e|ing)|discuss|offer|continue|promot|encourag|endors|condon|explain|describ|"
+    r"(?:help(?!(?: \w+)? but\b)|assist|provide|comply|fulfil|do (?:that|this|so)|engage|participate|support|creat|"
+    r"writ|generat|produc|giv(?:e|ing)|shar(?:e|ing)|discuss|offer|continue|promot|encourag|endors|condon|explain|describ|"
     r"teach|advis|respond|answer|translat|perform|complete|facilitat|process|access|be able)"
 )
 REFUSALS = (
@@ -23,8 +23,9 @@ REFUSALS = (
     rf"{_I} ?{_CANNOT}(?: to)?[.,!]",
     r"\b(?:sorry|afraid|apologi[sz]e),? (?:but )?(?:that )?(?:i|we) ?(?:can(?:'t|not| not)|won't|will not|must decline|"
     r"(?:'m|am|'re|are) (?:not able|unable|not allowed))",
-    r"(?:n't|\bnot) something (?:that )?(?:i|we) (?:can|could|'m able to|am able to|will) (?:help|assist|do|provide|discuss)",
-    r"\b(?:against|violates?|goes against) (?:my|our) (?:\w+ )?(?:guidelines|polic(?:y|ies)|programming|principles|values)",
+    r"(?:n't|\bnot) something (?:that )?(?:i|we) (?:can|could|'m able to|am able to|will) "
+    r"(?:help|assist|do|provide|discuss)",
+    r"\b(?:against|violates?) (?:my|our) (?:\w+ )?(?:guidelines|polic(?:y|ies)|programming|principles|values)",
     r"\bas an? (?:\w+ )?(?:ai|language model|assistant)\b[^.!?]{0,60}\b(?:can(?:'t|not| not)|won't|will not|unable|"
     r"not able|not allowed|not programmed|do(?:n't| not) have the (?:capability|ability|capacity))\b",
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +26,8 @@ FEW = 2
 """Steps that count where only one side runs."""
 VOCABULARIES = (32_000, 152_064, 262_144)
 MICRO_BATCH_TOKENS = 2048
+LIBRARIES = "import lightning.pytorch.cli, transformers; transformers.AutoModelForCausalLM"
+"""What every start of ours imports that is not ours."""
 
 Numbers = dict[str, Any]
 
@@ -187,17 +191,24 @@ def versions(bench: Bench, numbers: Mapping[str, Numbers]) -> Numbers:
 
 
 def start(bench: Bench, repeats: int = 3) -> Numbers:
-    """Seconds from nothing to the end of the first step of DPO, of ours and of both versions of the peer, in turns."""
+    """Seconds from nothing to the first step of DPO and of that step, of ours and of both versions of the peer, in
+    turns, with what tuning takes for either side; and those of importing the libraries that ours stands on."""
     work = replace(WORKLOADS["W3"], id="start")
-    found: dict[str, list[float]] = {"ours": [], **{version: [] for version in peers.VERSIONS}}
+    found: Numbers = {name: [] for name in ("ours", *peers.VERSIONS, "libraries")}
     for _ in range(repeats):
-        for name, times in found.items():
-            spec = specify(work, bench.work, 1, **({} if name == "ours" else {"micro_batch": 1}))
+        for name in ("ours", *peers.VERSIONS):
+            settings: dict[str, Any] = {"dtype": "bf16-mixed"}
+            if name != "ours":
+                settings["micro_batch"] = work.rows
+            spec = specify(work, bench.work, 1, **settings)
             worker = bench.worker("ours", spec) if name == "ours" else bench.worker("theirs", spec, name)
             ready = worker.start()
             step = worker.step()
             worker.stop()
-            times.append(ready["since_start"] + step["seconds"])
+            found[name].append({"ready": ready["since_start"], "step": step["seconds"]})
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", LIBRARIES], check=True)
+        found["libraries"].append({"ready": time.monotonic() - began, "step": 0.0})
     return found
 
 

@@ -217,15 +217,7 @@ def write(numbers: Mapping[str, Part], page: Path, readme: Path, images: Path) -
     if "memory" in numbers:
         section("Memory", "memory", memory_lines(numbers["memory"]["found"]))
     if "start" in numbers:
-        times = numbers["start"]["found"]
-        ours = statistics.median(times["ours"])
-        rows = [
-            [name if name == "ours" else f"TRL {name}", ", ".join(f"{t:.1f}" for t in taken),
-             f"{ours / statistics.median(taken):.2f}"]
-            for name, taken in times.items()
-        ]  # fmt: skip
-        body = table(["side", "seconds to the end of the first step", "ours over it"], rows)
-        section("From nothing to the first step", "start", body)
+        section("From nothing to the first step", "start", start_lines(numbers["start"]["found"]))
     if "scaling" in numbers:
         draw_scaling(numbers["scaling"]["found"], images / "performance_scaling.png")
         section("Scaling", "scaling", ["![scaling](../docs/images/performance_scaling.png)"])
@@ -236,6 +228,18 @@ def write(numbers: Mapping[str, Part], page: Path, readme: Path, images: Path) -
         inner = "\n".join(["<!-- performance -->", *readme_table(numbers), "<!-- end -->"])
         found = re.sub(r"<!-- performance -->.*?<!-- end -->", lambda _: inner, text, flags=re.DOTALL)
         readme.write_text(found, encoding="utf-8")
+
+
+def start_lines(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[str]:
+    """From starting a process to the end of its first step, that of W3 in bf16-mixed, and to its beginning."""
+    whole = {name: statistics.median(t["ready"] + t["step"] for t in taken) for name, taken in found.items()}
+    names = {"ours": "ours", "libraries": "importing Lightning's command line and transformers, alone"}
+    rows = [
+        [names.get(name, f"TRL {name}"), f"{whole[name]:.1f}", f"{statistics.median(t['ready'] for t in taken):.1f}",
+         "" if name == "libraries" else f"{whole['ours'] / whole[name]:.2f}"]
+        for name, taken in found.items()
+    ]  # fmt: skip
+    return table(["side", "seconds to the end of the first step", "of it before the step", "ours over it"], rows)
 
 
 def draw_scaling(found: Mapping[str, Any], path: Path) -> None:

