@@ -110,24 +110,23 @@ def export(
 
 
 def load_trained(
-    path: str | Path, *, trust_remote_code: bool = False, may_have_heads: bool = True
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PolicyConfig]:
+    path: str | Path, *, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PolicyConfig, Heads | None]:
     """The policy of a checkpoint, or of a run's last one, to sample from: in eval mode and full precision, LoRA merged,
-    heads in it; its tokenizer; and its configuration.
+    heads in it; its tokenizer; its configuration; and the heads, where it has some.
 
-    Raises as `export` does, and UserError for a policy with heads where there may be none.
+    Raises as `export` does.
     """
     trained = _from_checkpoint(Path(path), trust_remote_code, None)
-    if trained.heads is not None and not may_have_heads:
-        raise UserError(f"'{path}' holds a policy with heads (modules.DecoupledPO), which cannot be sampled from here")
     model = _merged(trained)
     model.eval()  # type: ignore[no-untyped-call]
     model.generation_config = generation_config(model, trained.tokenizer)
+    heads = None
     if trained.heads is not None:
         heads = Heads(trained.heads.spec)
         heads.load_state_dict(dict(trained.heads.tensors))
         heads.to(model.device).attach(model)
-    return model, trained.tokenizer, trained.config
+    return model, trained.tokenizer, trained.config, heads
 
 
 def generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -151,6 +151,8 @@ def open_feedback(path: str, table: str | None, here: str) -> Feedback:
     from alignment.feedback_files import FeedbackFiles
     from alignment.feedback_table import FeedbackTable
 
+    if not path.strip():  # as a path it would be the working folder
+        raise UserError(f"{here}: the path is empty; give a folder of .jsonl files, one such file, or an sqlite file")
     place = Path(path).expanduser()
     if place.suffix.lower() in _OTHERS:
         raise UserError(f"{here}: '{path}' cannot be followed; rows arrive in .jsonl files or in an sqlite table")

@@ -116,7 +116,7 @@ class FeedbackTable:
             (top,) = database.execute(f"SELECT max({table.key}) FROM {table.quoted}").fetchone()
             if top is None:
                 return replace(place, inode=inode), 0
-            place = self._same(place, _given(database, table, int(top)), inode, _at(database, table, place.position))
+            place = self._same(place, _given(database, table, int(top)), inode, _at(database, table, place))
             after = f"SELECT count(*) FROM {table.quoted} WHERE {table.key} > ? AND {table.key} <= ?"
             (count,) = database.execute(after, (place.position, top)).fetchone()
         return replace(place, end=max(int(top), place.position), last=max(int(top), place.row)), int(count)
@@ -125,7 +125,7 @@ class FeedbackTable:
         """The place, at the start where the table is another one than that which was read.
 
         Args:
-            given: the highest key so far. held: digest of the row at the place, None without one.
+            given: the highest key so far. held: mark of the row at the place, None without one.
         """
         moved = place.inode != inode and held is not None
         if place.position and (given < place.position or (moved and held != place.mark)):
@@ -152,7 +152,7 @@ class FeedbackTable:
             if table is None:
                 return [], place.withdrawn()
             moved = place.position and place.inode != self.path.stat().st_ino
-            if moved and _at(database, table, place.position) not in (None, place.mark):
+            if moved and _at(database, table, place) not in (None, place.mark):
                 return [], place.withdrawn()
             rows_after = f"FROM {table.quoted} WHERE {table.key} > ? AND {table.key} <= ?"
             query = f"SELECT {table.key}, * {rows_after} ORDER BY {table.key} LIMIT ?"
@@ -160,7 +160,7 @@ class FeedbackTable:
         rows = [(f"row {number}", _as_json(table.columns, values)) for number, *values in found]
         # Fewer rows than asked for are all of the round: keys may have gaps.
         at = place.end if len(rows) < count else int(found[-1][0])
-        mark = _mark(rows[-1][1]) if rows else place.mark
+        mark = _mark(table.columns, found[-1][1:]) if found else place.mark
         return rows, replace(place, position=at, row=at, mark=mark)
 
 
@@ -172,25 +172,46 @@ def _given(database: sqlite3.Connection, table: _Table, top: int) -> int:
     return top if found is None else max(top, int(found[0]))
 
 
-def _at(database: sqlite3.Connection, table: _Table, key: int) -> str | None:
-    """Digest of the row with this key; None without one."""
-    found = database.execute(f"SELECT * FROM {table.quoted} WHERE {table.key} = ?", (key,)).fetchone()
-    return None if found is None else _mark(_as_json(table.columns, found))
+def _at(database: sqlite3.Connection, table: _Table, place: Place) -> str | None:
+    """Mark of the row at a place, to be compared with the place's own; None without such a row."""
+    query = f"SELECT * FROM {table.quoted} WHERE {table.key} = ?"
+    found = database.execute(query, (place.position,)).fetchone()
+    return None if found is None else _mark(table.columns, found, place.mark)
 
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _as_json(columns: list[str], values: Any) -> str:
-    """The row as JSON: its column `row`, else its columns."""
-    named = {
+def _named(columns: list[str], values: Any) -> dict[str, Any]:
+    """column -> value, of those that are not NULL."""
+    return {
         name: value.decode("utf-8", errors="surrogateescape") if isinstance(value, bytes) else value
         for name, value in zip(columns, values, strict=True)
         if value is not None
     }
+
+
+def _as_json(columns: list[str], values: Any) -> str:
+    """The row as JSON: its column `row`, else its columns."""
+    named = _named(columns, values)
     return str(named.get(ROW, "null")) if ROW in columns else json.dumps(named)
 
 
-def _mark(text: str) -> str:
+def _mark(columns: list[str], values: Any, earlier: str | None = None) -> str:
+    """Digest of a row; behind it, where columns are the row, the names of those that were not NULL.
+
+    Args:
+        earlier: a mark to compare with: the digest is of its columns, since a table may get more of them.
+    """
+    if ROW in columns:
+        return _digest(_as_json(columns, values))
+    named = _named(columns, values)
+    known = json.dumps(list(named)) if earlier is None else earlier.partition(" ")[2]
+    if not known:  # a mark of an earlier version: of all columns
+        return _digest(json.dumps(named))
+    return f"{_digest(json.dumps({name: named.get(name) for name in json.loads(known)}))} {known}"
+
+
+def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", errors="surrogateescape"), digest_size=8).hexdigest()

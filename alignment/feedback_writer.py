@@ -38,13 +38,15 @@ def append_row(path: str | os.PathLike[str], row: Mapping[str, Any], *, table: s
         row: what JSON can hold. table: of an sqlite file; its column `row` takes the JSON.
 
     Raises:
-        UserError: JSON cannot hold the row. OSError, sqlite3.Error: it could not be written.
+        UserError: JSON cannot hold the row, or the path is empty. OSError, sqlite3.Error: it could not be written.
     """
     try:
         text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
         data = text.encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"a row of feedback must be what JSON can hold: {error}") from error
+    if not os.fspath(path):  # as a path it would be the working folder
+        raise UserError("the path of feedback is empty; name a .jsonl file, a folder or an sqlite file")
     target = Path(path)
     if target.suffix.lower() in SQLITE:
         _insert(target, text, table)

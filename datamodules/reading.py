@@ -58,6 +58,8 @@ def open_source(path: str, *, split: str, config: str | None, kind: world.Kind, 
     `kind` chooses the rows of the built-in world, `size` their number and that of generated ones. Raises UserError when
     there is nothing to read.
     """
+    if not path.strip():  # as a path it would be the working folder
+        raise UserError("the name of a data file is empty; give a file, a folder, a hub id or world:support")
     if path == CODE:
         return _open_code(split, kind)
     if path.startswith("world:"):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from alignment.data_options import Names, Parser
 from alignment.errors import UserError
 
 MODES = ("adversarial", "expand", "grade")
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="alignment data augment",
         description="Add adversarial rows (5 %) or paraphrased prompts to a file, or grade its prompts by a model.",
         epilog="alignment data augment rows.jsonl more.jsonl --share 0.05",
@@ -73,7 +74,7 @@ def _mode_options(parser: argparse.ArgumentParser) -> None:
     both = parser.add_argument_group("modes adversarial and expand")
     both.add_argument("--share", type=float, help="adversarial rows of all rows written; new prompts for each prompt")
     first = parser.add_argument_group("mode adversarial")
-    first.add_argument("--attacks", type=_names, help="kinds, separated by commas (default: all)")
+    first.add_argument("--attacks", action=Names, help="kinds, separated by commas (default: all)")
     first.add_argument("--rejected", choices=("obeyed", "kept"), help="of pairs: the reply that obeys, or as it was")
     first.add_argument("--max_payload", type=int, help="characters of the longest injected task")
     second = parser.add_argument_group("mode expand; --sampling.* and --policy.* as in a run")
@@ -91,10 +92,6 @@ def _mode_options(parser: argparse.ArgumentParser) -> None:
     third.add_argument("--rates", type=_numbers, help="falling success rates that part the names, such as 0.7,0.3")
     third.add_argument("--column", help="where the difficulty is written")
     third.add_argument("--max_prompt_tokens", type=int, help="longer prompts are cut on the left, as in training")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _numbers(text: str) -> list[float]:

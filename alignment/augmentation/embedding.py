@@ -1,8 +1,8 @@
 """Texts as vectors of length 1, near each other where texts mean alike.
 
-    lsa      latent semantic analysis (Deerwester et al. 1990): TF-IDF of words and word pairs, reduced by a truncated
-             SVD. It needs nothing but scikit-learn and knows no word that is not in the texts it was made of
-    a model  a sentence-transformers model by its folder or hub id
+lsa      latent semantic analysis (Deerwester et al. 1990): TF-IDF of words and word pairs, reduced by a truncated
+         SVD. It needs nothing but scikit-learn and knows no word that is not in the texts it was made of
+a model  a sentence-transformers model by its folder or hub id
 """
 
 from __future__ import annotations

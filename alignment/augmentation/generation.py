@@ -1,4 +1,4 @@
-"""Answers of a model that stands still: a hub id, a folder, a GGUF file, a checkpoint, or a run's last checkpoint.
+"""Answers of a model that stands still.
 
 Sampling is that of training (`alignment.local_rollout`): an answer depends on the weights, the settings and the keys of
 its draw alone, not on which prompts are answered together.
@@ -6,85 +6,19 @@ its draw alone, not on which prompts are answered together.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
-
-from alignment import runs
 from alignment.augmentation.paraphrase import Answer
 from alignment.batches import Group
-from alignment.chat import ChatEncoder, Message, TemplateRefused, end_ids
-from alignment.checkpoint_folder import MANIFEST
-from alignment.errors import UserError
-from alignment.export import load_trained
-from alignment.local_rollout import LocalRollout
-from alignment.policy import PolicyConfig, base_model, load_policy, load_tokenizer, model_digest
+from alignment.chat import ChatEncoder, Message, TemplateRefused
+from alignment.ready import Ready
 from alignment.rewards.protocol import Texts
 from alignment.rollout import Rollout, SamplingConfig
-from alignment.settings import as_config
-
-log = logging.getLogger(__name__)
 
 AT_ONCE = 16
 """Prompts whose answers are sampled together: bounds memory, changes no answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A model with its tokenizer.
-
-    Args:
-        name: for people. digest: of everything its log-probs depend on (`alignment.policy.model_digest`).
-    """
-
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    name: str
-    digest: str
-
-
-def load(name: str, policy: Mapping[str, Any] | None = None, root: Path = Path(".")) -> Loaded:
-    """The model behind a name, on a GPU where there is one.
-
-    Args:
-        name: a hub id, a model folder, a GGUF file, a checkpoint's or a run's folder, or `last` or `best`: of the
-            newest run that has such a checkpoint.
-        policy: other settings of `alignment.policy.PolicyConfig`, for a model by name; a checkpoint has its own.
-        root: folder that holds `runs`.
-
-    Raises UserError where there is no such model, and for a policy with heads.
-    """
-    settings = {key: value for key, value in (policy or {}).items() if key != "name"}
-    checkpoint = _checkpoint(name, root)
-    if checkpoint is None:
-        config = as_config(PolicyConfig, {**settings, "name": name})
-        model, tokenizer = load_policy(config), load_tokenizer(config)
-    else:
-        if other := sorted(settings.keys() - {"trust_remote_code"}):
-            log.warning("policy.%s: not used, a checkpoint says itself how it is loaded", ", policy.".join(other))
-        trusted = bool(settings.get("trust_remote_code", False))
-        model, tokenizer, config = load_trained(checkpoint, trust_remote_code=trusted, may_have_heads=False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nn.Module.to(model, device)
-    shown = name if checkpoint is None else str(checkpoint)
-    return Loaded(model=model, tokenizer=tokenizer, name=shown, digest=model_digest(model, config))
-
-
-def _checkpoint(name: str, root: Path) -> Path | None:
-    """The folder of the checkpoint, or of the run, that a name means; None where it is the name of a model."""
-    if name in ("last", "best"):
-        found = runs.find_checkpoint(name, root, None)
-        if found is None:
-            raise UserError(f"no run below {root / 'runs'} has a {name} checkpoint; give a model or a checkpoint")
-        return found.checkpoint
-    path = Path(name).expanduser()
-    return path if (path / MANIFEST).is_file() or (path / "checkpoints").is_dir() else None
 
 
 class Generator:
@@ -95,14 +29,11 @@ class Generator:
         max_prompt_tokens: longer prompts are cut on the left, as in training. None: they are not.
     """
 
-    def __init__(self, loaded: Loaded, max_prompt_tokens: int | None = None) -> None:
+    def __init__(self, loaded: Ready, max_prompt_tokens: int | None = None) -> None:
         self.tokenizer = loaded.tokenizer
         self._encoder = ChatEncoder(tokenizer=loaded.tokenizer, max_prompt_tokens=max_prompt_tokens)
-        inner = base_model(loaded.model)
-        settings = inner.generation_config
-        stop = end_ids(self.tokenizer, inner.config.eos_token_id, settings.eos_token_id if settings else None)
-        self._engine = LocalRollout(loaded.model, pad_id=cast(int, self.tokenizer.pad_token_id), stop_ids=stop)
-        positions = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        self._engine = loaded.sampler()
+        positions = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         self._positions: int | None = positions
 
     def prompt(

@@ -24,13 +24,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from rich.progress import track
 
-from alignment.augmentation.generation import AT_ONCE, Generator, Loaded
+from alignment.augmentation.generation import AT_ONCE, Generator
 from alignment.augmentation.journal import Graded, Journal
 from alignment.augmentation.rows import ATTACK, AUGMENTED, EXPANSION, SOURCE_ROW, Entry, Rows
 from alignment.batches import Group
 from alignment.chat import TemplateRefused
 from alignment.errors import UserError
 from alignment.prompting import DIFFICULTY
+from alignment.ready import Ready
 from alignment.rewards import RewardSuite, Texts
 from alignment.rewards.specs import AnySpec, to_spec
 from alignment.rollout import SamplingConfig
@@ -149,13 +150,13 @@ class Grader:
             )
         self._tasks = _tasks(rows, {*_MARKS, config.column} if graded else set(_MARKS))
 
-    def identity(self, loaded: Loaded) -> dict[str, Any]:
+    def identity(self, loaded: Ready) -> dict[str, Any]:
         """Everything that the grades depend on."""
         return {
             "file": self._rows.sha256,
             "format": str(self._rows.format),
             "rows": self._rows.report.read,
-            "model": loaded.digest,
+            "model": loaded.digest(),
             "rewards": {name: _as_json(plain(spec)) for name, spec in self._suite.specs.items()},
             "success": self._success,
             "sampling": asdict(self._sampling),
@@ -168,7 +169,7 @@ class Grader:
         """Raise UserError where a reward needs a column that no row has. Before a model is loaded."""
         self._suite.check_columns(entry.row.columns for entry in self._rows.entries)
 
-    def grade(self, loaded: Loaded, journal: Path, *, quiet: bool = True) -> tuple[GradedRows, Journal]:
+    def grade(self, loaded: Ready, journal: Path, *, quiet: bool = True) -> tuple[GradedRows, Journal]:
         """Sample, score and write down. The journal is handed back; close it once the rows are safe.
 
         Args:

@@ -32,13 +32,14 @@ class Journal:
         identity: everything that the grades depend on, as JSON values.
 
     Attributes:
-        grades: of the prompts graded so far, by number. faults: answers that lost their value to a fault.
+        identity: as given. grades: of the prompts graded so far, by number. faults: answers that lost their value to a
+            fault.
 
     Raises UserError where a journal of other data or settings is there, or a file that is none.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        self.path, self._identity = path, json.loads(json.dumps(identity))
+        self.path, self.identity = path, json.loads(json.dumps(identity))
         self.grades: dict[int, Graded] = {}
         self.faults = 0
         if path.exists():
@@ -64,25 +65,34 @@ class Journal:
             raise UserError(f"'{self.path}' is no journal of a grading ({error}); delete it to begin anew") from error
 
     def _check(self, identity: Mapping[str, Any]) -> None:
-        if differs := sorted(key for key, value in self._identity.items() if identity.get(key) != value):
+        if differs := sorted(key for key, value in self.identity.items() if identity.get(key) != value):
             raise UserError(
                 f"'{self.path}' is of a grading with another {', '.join(differs)}; give the same again to go on, or "
                 "delete it to begin anew"
             )
 
     def add(self, grades: Mapping[int, Graded], faults: int) -> None:
-        """Note the grades of some prompts, by their numbers, and how many of their answers were lost to faults."""
+        """Note the grades of some prompts, by their numbers, and how many of their answers were lost to faults.
+
+        Raises UserError where the disk does not take them.
+        """
         part = {"grades": [[number, *graded] for number, graded in grades.items()], "faults": faults}
         lines = [json.dumps(part)]
         if new := not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines.insert(0, json.dumps(self._identity))
-        with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            sync(self.path.parent)
+            lines.insert(0, json.dumps(self.identity))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(line + "\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                sync(self.path.parent)
+        except OSError as error:
+            raise UserError(
+                f"'{self.path}' cannot be written: {error.strerror}; mend that and give the same command again, which "
+                "goes on where it stood"
+            ) from error
         self.grades |= grades
         self.faults += faults
 

@@ -133,7 +133,7 @@ class ByModel:
         self._model, self._sampling, self._seed = model, sampling, seed
 
     def __call__(self, texts: Mapping[int, str], count: int) -> dict[int, list[Candidate]]:
-        """`count` draws for each text; what loses a fact, says nothing or was cut off is left out.
+        """`count` draws for each text; what loses a fact, asks no more, says nothing or was cut off is left out.
 
         Args:
             texts: by a number that keys their draws.
@@ -143,7 +143,7 @@ class ByModel:
         found: dict[int, list[Candidate]] = {}
         for number, text in texts.items():
             cleaned = [cleaned_up(reply.text) for reply in replies.get(number, []) if not reply.truncated]
-            kept = [new for new in dict.fromkeys(cleaned) if new and same_facts(text, new)]
+            kept = [new for new in dict.fromkeys(cleaned) if new and same_facts(text, new) and same_kind(text, new)]
             found[number] = [Candidate(new, "model") for new in kept]
         return found
 
@@ -161,3 +161,14 @@ def same_facts(a: str, b: str) -> bool:
     first, second = _FACTS.findall(a), _FACTS.findall(b)
     numbers = [Counter(fact for fact in facts if fact[0].isdigit()) for facts in (first, second)]
     return numbers[0] == numbers[1] and all(fact.strip("\"'“”") in b for fact in first)
+
+
+def same_kind(asked: str, new: str) -> bool:
+    """Whether a rewritten request still seems to ask: one paragraph stays one, and what ends with a question mark, in
+    whatever script, does so again. A small model often answers in place of rewriting."""
+    paragraphs = [len(re.split(r"\n\s*\n", text.strip())) for text in (asked, new)]
+    return paragraphs[1] <= paragraphs[0] and (_asks(new) or not _asks(asked))
+
+
+def _asks(text: str) -> bool:
+    return text.rstrip(" \t\n\"'”»)").endswith(("?", "\uff1f", "\u061f"))  # Latin, Han, Arabic

@@ -15,6 +15,7 @@ from alignment.augmentation.rows import Rows, read_rows
 from alignment.augmentation.settings import mapping
 from alignment.augmentation.summary import Summary, show, source_of, track, written_to
 from alignment.augmentation.writing import check_target, write_rows
+from alignment.data_options import check_writable
 from alignment.errors import UserError
 from alignment.rollout import SamplingConfig
 from alignment.settings import as_config
@@ -44,6 +45,9 @@ def run(mode: str, options: Options, given: Options) -> Summary:
     """
     out: Path = options["out"]
     check_target(out, options["file"], options.get("force", False))
+    check_writable(out.parent, "OUT")
+    if not options.get("no_tracking", False):
+        check_writable(options.get("root", Path(".")), "--root")
     reading = {name: options[name] for name in ("purpose", "split", "max_rows", "on_bad_row") if name in options}
     rows = read_rows(
         options["file"],
@@ -60,6 +64,7 @@ def run(mode: str, options: Options, given: Options) -> Summary:
 
 
 def _finish(mode: str, rows: Rows, out: Path, result: Result, options: Options, console: Console) -> Summary:
+    check_target(out, options["file"], options.get("force", False))  # it may have come up since the start
     digest = write_rows(out, result.rows)
     summary = Summary(
         mode=mode,
@@ -94,20 +99,21 @@ def _expand(rows: Rows, options: Options, given: Options) -> Result:
             raise UserError(f"{next(iter(given))} is for a model that paraphrases: name one with --paraphrase")
         paraphraser = expansion.rule_paraphraser(config.seed)
     else:
-        from alignment.augmentation.generation import Generator, load
+        from alignment.augmentation.generation import Generator
         from alignment.augmentation.paraphrase import SAMPLING, ByModel
+        from alignment.ready import ready
 
         sampling = _sampling({**SAMPLING, **mapping(given, "sampling")})
-        loaded = load(config.paraphrase, mapping(given, "policy"), options.get("root", Path(".")))
+        loaded = ready(config.paraphrase, options.get("root", Path(".")), policy=mapping(given, "policy"))
         paraphraser = ByModel(Generator(loaded), sampling, config.seed)
-        settings |= {"sampling": asdict(sampling), "model_digest": loaded.digest}
+        settings |= {"sampling": asdict(sampling), "model_digest": loaded.digest()}
     made = expansion.expand(rows, config, paraphraser)
     return Result(rows=made.rows, settings=settings, counts=made.counts, rates=made.rates)
 
 
 def _grade(rows: Rows, out: Path, options: Options, given: Options, console: Console) -> Summary:
-    from alignment.augmentation.generation import load
     from alignment.augmentation.grading import Grader, GradingConfig
+    from alignment.ready import ready
 
     config = config_of(GradingConfig, {"success": given.get("success"), **options})
     policy = mapping(given, "policy")
@@ -120,10 +126,11 @@ def _grade(rows: Rows, out: Path, options: Options, given: Options, console: Con
     except TypeError as error:  # a value of another type than its setting's
         raise UserError(f"rewards or scoring hold a value of the wrong type: {error}") from error
     grader.check_columns()
-    loaded = load(str(model), policy, options.get("root", Path(".")))
+    loaded = ready(str(model), options.get("root", Path(".")), policy=policy)
     journal = out.with_name(f".{out.name}.grading.jsonl")
     made, noted = grader.grade(loaded, journal, quiet=not console.is_terminal)
-    settings = asdict(config) | grader.identity(loaded) | {"model": loaded.name, "model_digest": loaded.digest}
+    identity = dict(noted.identity)
+    settings = asdict(config) | identity | {"model": loaded.name, "model_digest": identity["model"]}
     result = Result(rows=made.rows, settings=settings, counts=made.counts, rates=made.rates, notes=made.notes)
     summary = _finish("grade", rows, out, result, options, console)
     noted.close()

@@ -63,6 +63,8 @@ class Summary:
     def table(self) -> Table:
         """The same for a terminal."""
         table = Table(title=f"Data augmented: {self.mode}", show_header=False, title_justify="left")
+        table.add_column()
+        table.add_column(overflow="fold")  # a file's name is read to its end
         for what, value in self.lines():
             table.add_row(escape(what), escape(value))
         return table

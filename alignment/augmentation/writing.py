@@ -30,12 +30,16 @@ def check_target(out: Path, source: str, force: bool) -> None:
 def write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     """Write rows in the format that the ending of `out` names, and return the file's sha256.
 
-    The content is written beside its place, flushed to the disk, and renamed. Raises UserError for rows that the
-    format cannot hold: in parquet every value of a column has one type, in JSON there are no dates.
+    The content is written beside its place, flushed to the disk, and renamed. Raises UserError for a place that cannot
+    be written, and for rows that the format cannot hold: in parquet every value of a column has one type, in JSON there
+    are no dates.
     """
     content = _parquet(out, rows) if out.suffix == ".parquet" else _jsonl(out, rows)
-    with appearing_file(out) as file:
-        file.write(content)
+    try:
+        with appearing_file(out) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"'{out}' cannot be written: {error.strerror}") from error
     return hashlib.sha256(content).hexdigest()
 
 

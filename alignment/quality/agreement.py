@@ -182,7 +182,7 @@ def _read(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return [part for part in re.split(r"[,;|\s]+", value) if part]
 
 
@@ -203,7 +203,10 @@ def _vote(value: Any) -> Any:
     if isinstance(value, bool):
         return float(value)
     if isinstance(value, int | float):
-        return None if math.isnan(value) else float(value)
+        try:
+            return None if math.isnan(value) else float(value)
+        except OverflowError:  # a whole number beyond all floats, which JSON may hold: a word
+            return "inf" if value > 0 else "-inf"
     text = normal(str(value)) if value is not None else ""
     return text or None
 

@@ -7,15 +7,16 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 from rich.console import Console
 
-from alignment.cli_errors import CommandLineError
+from alignment.data_options import Names, Parser, check_writable
 from alignment.errors import UserError
 from alignment.quality.findings import Finding
 from alignment.quality.settings import LIMITS, Kind, Level, Settings, limits_of
+from alignment.whole_file import appearing_file
 
 if TYPE_CHECKING:
     from alignment.quality.reading import Corpus
@@ -46,6 +47,10 @@ class Output:
     def __post_init__(self) -> None:
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise UserError(f"--out '{self.out}' is a file; give a folder")
+        if self.out is not None:
+            check_writable(self.out, "--out")
+        if self.track:
+            check_writable(self.root, "--root")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,9 +80,8 @@ def check(files: Sequence[str], settings: Settings, output: Output, command: str
     page = html(report)
     folders = []
     if output.out is not None:
-        output.out.mkdir(parents=True, exist_ok=True)
-        (output.out / PAGE).write_text(page, encoding="utf-8")
-        (output.out / NUMBERS).write_text(report.to_json(), encoding="utf-8")
+        _write(output.out / PAGE, page)
+        _write(output.out / NUMBERS, report.to_json())
         folders.append(output.out)
     if output.track:
         folders.append(track(report, page, corpus, settings, output))
@@ -85,6 +89,15 @@ def check(files: Sequence[str], settings: Settings, output: Output, command: str
         for folder in folders:
             print(f"report: {folder / PAGE}")
     return report
+
+
+def _write(path: Path, text: str) -> None:
+    """A file in place of an earlier one, whole or not at all."""
+    try:
+        with appearing_file(path) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))  # a file's name may be no text
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}") from error
 
 
 def checks() -> Mapping[str, Callable[[Corpus, Settings], Finding]]:
@@ -135,7 +148,7 @@ def _parameters(report: Report, settings: Settings) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="alignment data check",
         description="Check rows before a run learns from them: comparisons, agreement, negatives, duplicates, leakage, "
         "length bias, label noise, lengths, toxic and adversarial texts.",
@@ -152,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("kind", "what rows are for; auto: by their columns", choices=get_args(Kind))
     add("columns", "our names for yours: '{prompt: question}'", type=_mapping, metavar="MAPPING")
-    add("splits", "splits to read of a hub dataset or world:support", type=_words, metavar="NAME,...")
+    add("splits", "splits to read of a hub dataset or world:support", action=Names, metavar="NAME,...")
     add("config", "configuration of a hub dataset")
     add("split_column", "column that says which split a row is in", metavar="COLUMN")
     add("annotator_column", "column that says who judged a row", metavar="COLUMN")
@@ -161,12 +174,12 @@ def _parser() -> argparse.ArgumentParser:
     add("adversarial_column", "column that marks adversarial rows", metavar="COLUMN")
     add("level", "scale of the votes", choices=get_args(Level))
     add("comparisons", "comparisons wanted for each prompt", type=int, metavar="N")
-    add("error_types", "errors that negatives should show", type=_words, metavar="NAME,...")
+    add("error_types", "errors that negatives should show", action=Names, metavar="NAME,...")
     add("error_classifier", "model whose labels are kinds of errors", metavar="MODEL")
     add("toxicity_classifier", "model that tells toxic texts, in place of English phrases", metavar="MODEL")
-    add("toxic_labels", "its labels that mean toxic; none: by their names", type=_words, metavar="NAME,...")
+    add("toxic_labels", "its labels that mean toxic; none: by their names", action=Names, metavar="NAME,...")
     add("adversarial_classifier", "model that tells attacks in prompts, in place of patterns", metavar="MODEL")
-    add("adversarial_labels", "its labels that mean an attack; none: by their names", type=_words, metavar="NAME,...")
+    add("adversarial_labels", "its labels that mean an attack; none: by their names", action=Names, metavar="NAME,...")
     add("tokenizer", "count tokens with this one: a folder, hub id, .gguf file, or tiny", metavar="NAME")
     add("template", "chat template, as for a run", choices=("auto", "chat", "plain", "raw"))
     add("max_prompt_tokens", "limit of a run, or none", type=_limit, metavar="N")
@@ -176,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     add("shingle", "words in a shingle", type=int, metavar="N")
     add("max_rows", "rows to read of each file", type=int, metavar="N")
     add("show", "rows named for each fault", type=int, metavar="N")
-    add("skip", "checks to leave out", type=_words, metavar="CHECK,...")
+    add("skip", "checks to leave out", action=Names, metavar="CHECK,...")
     parser.add_argument(
         "--limit", action="append", default=[], metavar="CHECK=WARN,FAIL", help="another limit: leakage=0,0.02"
     )
@@ -187,17 +200,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tracking_uri", metavar="URI", help="another MLflow, such as http://127.0.0.1:5000")
     parser.add_argument("--no_tracking", dest="track", action="store_false", help="leave MLflow out")
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """A mistake is one line: the usage of so many options would hide it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise CommandLineError(message)
-
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _limit(text: str) -> int | None:

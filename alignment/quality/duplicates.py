@@ -14,9 +14,8 @@ from alignment.quality.shingles import near, shingles
 
 def duplicates(corpus: Corpus, settings: Settings) -> Finding:
     """Rows equal to an earlier one of their split but for case and white space. Two annotators of one pair are none."""
-    earlier = _repeats(corpus.examples, settings)
     fault = Faults(what="equal to an earlier row", show=settings.show)
-    for example, first in zip(corpus.examples, earlier, strict=True):
+    for example, first in zip(corpus.examples, corpus.repeats, strict=True):
         if first is not None:
             fault.add(f"{example.place} = {first.place}")
     rows = len(corpus.examples)
@@ -31,26 +30,13 @@ def duplicates(corpus: Corpus, settings: Settings) -> Finding:
     )
 
 
-def _repeats(examples: Sequence[Example], settings: Settings) -> list[Example | None]:
-    """For each row the first earlier one that it repeats."""
-    seen: dict[tuple[object, ...], Example] = {}
-    out: list[Example | None] = []
-    for example in examples:
-        annotator = example.columns.get(settings.annotator_column)
-        said = (example.split, example.key, tuple(map(normal, example.completions)))
-        first = seen.setdefault((*said, example.labels, None if annotator is None else str(annotator)), example)
-        out.append(None if first is example else first)
-    return out
-
-
 def near_duplicates(corpus: Corpus, settings: Settings) -> Finding:
     """Rows whose prompt and whose completions are nearly those of an earlier row of their split, exact repetitions left
     out. Rows that compare other completions of the same prompt are none."""
-    exact = _repeats(corpus.examples, settings)
     fault = Faults(what=f"similar to an earlier row (Jaccard ≥ {settings.similarity:g})", show=settings.show)
     for split in corpus.splits:
-        rows = [e for e, first in zip(corpus.examples, exact, strict=True) if e.split == split and first is None]
-        rows = _of_one_annotator(rows, settings)
+        new = [e for e, first in zip(corpus.examples, corpus.repeats, strict=True) if first is None]
+        rows = _of_one_annotator([e for e in new if e.split == split], settings)
         parts = [_parts(example, settings.shingle) for example in rows]
         for example, earlier in zip(rows, near(parts, settings.similarity, "near_duplicates"), strict=True):
             if earlier is not None:
@@ -107,7 +93,7 @@ def leakage(corpus: Corpus, settings: Settings) -> Finding:
     for example in rows:
         source = first.setdefault(example.key, example)
         if order[source.split] < order[example.split]:
-            exact.add(f"{example.place} ({example.split}) = {source.place} ({source.split})")
+            exact.add(f"{_where(example)} = {_where(source)}")
         else:
             rest.append(example)
     _near_leaks(rest, order, similar, settings)
@@ -138,7 +124,12 @@ def _near_leaks(rows: Sequence[Example], order: Mapping[str, int], similar: Faul
         for example in rows:
             if example.split == split and example.key in of_prompt:
                 source = of_prompt[example.key]
-                similar.add(f"{example.place} ({example.split}) ~ {source.place} ({source.split})")
+                similar.add(f"{_where(example)} ~ {_where(source)}")
+
+
+def _where(example: Example) -> str:
+    """A row and its split, which is in the row's name where files are splits."""
+    return example.place if example.place.startswith(f"{example.split} ") else f"{example.place} ({example.split})"
 
 
 def _first_rows(rows: Sequence[Example]) -> list[Example]:

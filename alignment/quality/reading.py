@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -87,16 +88,30 @@ class SourceRead:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """All rows that were read, in their order."""
+    """All rows that were read, in their order. `annotator_column` says who judged a row, where it is there."""
 
     examples: Sequence[Example]
     sources: Sequence[SourceRead]
+    annotator_column: str = "annotator"
 
     @property
     def splits(self) -> list[str]:
         """Names of the splits, those for training first, then in the order in which they appear."""
         found = list(dict.fromkeys(example.split for example in self.examples))
         return sorted(found, key=lambda name: not name.lower().startswith(_TRAIN))
+
+    @cached_property
+    def repeats(self) -> Sequence[Example | None]:
+        """For each row the first earlier one of its split that it repeats but for case and white space, or None. Two
+        annotators of one pair repeat nothing."""
+        seen: dict[tuple[object, ...], Example] = {}
+        out: list[Example | None] = []
+        for example in self.examples:
+            annotator = example.columns.get(self.annotator_column)
+            said = (example.split, example.key, tuple(map(normal, example.completions)))
+            first = seen.setdefault((*said, example.labels, None if annotator is None else str(annotator)), example)
+            out.append(None if first is example else first)
+        return out
 
 
 def normal(text: str) -> str:
@@ -113,6 +128,8 @@ def read(files: Sequence[str], settings: Settings) -> Corpus:
     """
     wanted = [(file, split) for file in files for split in (settings.splits if _has_splits(file) else (_TRAIN,))]
     labels = _labels(wanted)
+    if twice := [label for i, label in enumerate(labels) if label in labels[:i]]:
+        raise UserError(f"'{twice[0]}' is given twice; name each file and each split once")
     examples: list[Example] = []
     sources = []
     for (file, split), label in zip(wanted, labels, strict=True):
@@ -130,7 +147,7 @@ def read(files: Sequence[str], settings: Settings) -> Corpus:
     for name, usual in zip(settings.named_columns, default.named_columns, strict=True):
         if name != usual and not any(name in example.columns for example in examples):
             raise UserError(f"no row of {', '.join(files)} has the column '{name}'")
-    return Corpus(examples=examples, sources=sources)
+    return Corpus(examples=examples, sources=sources, annotator_column=settings.annotator_column)
 
 
 def _has_splits(file: str) -> bool:
@@ -204,8 +221,20 @@ def _detect(keys: frozenset[str], settings: Settings, name: str) -> tuple[Purpos
     )
 
 
+def _sayable(value: Any) -> Any:
+    """A cell with lone surrogates as escapes: its words come into the report, and no file or terminal takes them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, list):
+        return [_sayable(part) for part in value]
+    if isinstance(value, dict):
+        return {_sayable(name): _sayable(part) for name, part in value.items()}
+    return value
+
+
 def _example(record: Record, row: Row, kind: Purpose, label: str, prefix: str, settings: Settings) -> Example:
-    columns = {name: record.values[name] for name in settings.named_columns if record.values.get(name) is not None}
+    values = {name: record.values.get(name) for name in settings.named_columns}
+    columns = {name: _sayable(value) for name, value in values.items() if value is not None}
     own = columns.get(settings.split_column)
     if isinstance(row.prompt, str):
         prompt = row.prompt

@@ -40,6 +40,10 @@ class Report:
         """How many findings are of each verdict."""
         return {verdict: sum(f.verdict == verdict for f in self.findings) for verdict in ORDER}
 
+    def worst_first(self) -> list[Finding]:
+        """The findings in the order in which to read them."""
+        return sorted(self.findings, key=lambda finding: ORDER.index(finding.verdict))
+
     def summary(self) -> str:
         """One line."""
         counts = self.counts()
@@ -76,15 +80,16 @@ def show(report: Report, console: Console) -> None:
     table = Table(title=f"Data check: {', '.join(report.files)}", title_justify="left", caption=report.summary())
     table.add_column("check", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    table.add_column("measured")
+    table.add_column("measured", overflow="fold")
     table.add_column("limit")
     for finding in report.findings:
         colour = _COLOURS[finding.verdict]
         verdict = f"[{colour}]{finding.verdict}[/{colour}]"
         table.add_row(finding.check, verdict, escape(finding.measured), escape(str(finding.limit)))
     console.print(table)
-    todo = [f for f in report.findings if f.verdict in ("fail", "warn") or (f.verdict == "n/a" and f.advice)]
-    for finding in sorted(todo, key=lambda f: ORDER.index(f.verdict)):
+    for finding in report.worst_first():
+        if finding.verdict == "ok" or (finding.verdict == "n/a" and not finding.advice):
+            continue
         colour = _COLOURS[finding.verdict]
         what = f"[{colour}]{finding.check}[/{colour}]: {escape(finding.advice)}"
         console.print(what, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -177,7 +178,7 @@ def limits_of(given: Sequence[str]) -> dict[str, Limit]:
         except ValueError:
             numbers = []
         warn = numbers[0] if len(numbers) in (1, 2) else None
-        if not equals or warn is None or any(n != n for n in numbers):
+        if not equals or warn is None or not all(n is None or math.isfinite(n) for n in numbers):
             raise UserError(f"--limit is '{text}'; give NAME=WARN,FAIL, for example near_duplicates=0.02,0.1")
         below = LIMITS[known_check(name, "--limit")].below
         fail = numbers[-1]

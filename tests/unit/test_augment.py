@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -314,7 +315,7 @@ def test_a_crash_leaves_the_old_file_or_none(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="cannot be written: No space left"):
         write_rows(out, pairs(3))
     assert out.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["out.jsonl"]
@@ -354,6 +355,10 @@ MISTAKES: list[tuple[list[Any], list[str], str]] = [
     (pairs(20), ["--rewards.right", "ExactMatch"], "rewards belongs to --mode grade, and this is --mode adversarial"),
     (pairs(20), ["--rewards.right"], "--rewards.right is given without a value"),
     (pairs(20), ["--columns", "prompt"], "--columns is 'prompt'; give a mapping"),
+    (pairs(20), ["--attacks=role_play", "--attacks=rolplay"], "'rolplay' is no attack; there are instruction_override"),
+    (pairs(20), ["--nothing"], "unrecognized arguments: --nothing"),
+    (pairs(20), ["--rejected=never"], "argument --rejected: invalid choice: 'never'"),
+    (pairs(20), ["--root=/proc/x"], "--root: '/proc/x' cannot be written to"),
     (pairs(20), ["--max_rows=0"], "--max_rows is 0; it must be at least 1"),
     ([{"a": 1}], [], "which is no prompts format; accepted are"),
 ]
@@ -364,7 +369,8 @@ def test_mistakes_are_one_line(
     rows: list[Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = written(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
-    assert main(["data", "augment", str(source), str(out), "--no_tracking", *words]) == 2
+    tracked = [] if "--root=/proc/x" in words else ["--no_tracking"]
+    assert main(["data", "augment", str(source), str(out), *tracked, *words]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1
@@ -378,11 +384,46 @@ def test_where_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (source, "is the file that is read; write to another one"),
         (taken, "exists; choose another name, or replace it with --force"),
         (tmp_path / "rows.csv", "must end with .jsonl or .parquet"),
+        (taken / "out.jsonl", "taken.jsonl' cannot be written to (File exists); name another place"),
+        (Path("/proc/out.jsonl"), "OUT: '/proc' cannot be written to"),
     ):
         assert main(["data", "augment", str(source), str(out), "--no_tracking"]) == 2
         assert message in capsys.readouterr().err
     assert taken.read_text() == ""
     assert len(augment(source, taken, "--force")) == 21
+
+
+def test_a_file_that_has_come_up_meanwhile_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = written(tmp_path / "rows.jsonl", pairs(20)), tmp_path / "out.jsonl"
+
+    def other(rows: Rows, config: AdversarialConfig) -> Any:
+        out.write_text("another's")
+        return inject(rows, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("alignment.augmentation.adversarial.inject", other)
+        assert main(["data", "augment", str(source), str(out), "--no_tracking"]) == 2
+    assert "exists; choose another name" in capsys.readouterr().err
+    assert out.read_text() == "another's"
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = written(tmp_path / "rows.jsonl", pairs(20))
+    monkeypatch.setattr("alignment.whole_file.os.fsync", full)
+    assert main(["data", "augment", str(source), str(tmp_path / "out.jsonl"), "--no_tracking"]) == 2
+    assert capsys.readouterr().err.endswith("out.jsonl' cannot be written: No space left on device\n")
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
+
+
+def test_kinds_in_two_flags_add_up(tmp_path: Path) -> None:
+    source, out = written(tmp_path / "rows.jsonl", pairs(20)), tmp_path / "out.jsonl"
+    found = augment(source, out, "--share=0.5", "--attacks=role_play", "--attacks=obfuscation")
+    assert {row["attack"] for row in found} == {"none", "role_play", "obfuscation"}
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,12 @@ from transformers import AutoModel, BertConfig, BertModel, BertTokenizer
 from alignment.augmentation.clusters import Clusters, pieces, similarity
 from alignment.augmentation.embedding import Lsa, SentenceModel, unit
 from alignment.augmentation.expansion import ExpansionConfig, expand, rule_paraphraser
-from alignment.augmentation.generation import Generator, load
-from alignment.augmentation.paraphrase import Answer, ByModel, Candidate, by_rule, cleaned_up, same_facts
+from alignment.augmentation.generation import Generator
+from alignment.augmentation.paraphrase import Answer, ByModel, Candidate, by_rule, cleaned_up, same_facts, same_kind
 from alignment.augmentation.rows import Rows, read_rows
 from alignment.cli import main
 from alignment.errors import UserError
+from alignment.ready import ready
 from alignment.rollout import SamplingConfig
 from alignment.tiny import tiny_tokenizer
 from datamodules import PromptData
@@ -164,6 +165,17 @@ def test_facts(before: str, after: str, kept: bool) -> None:
     assert same_facts(before, after) is kept
 
 
+def test_what_asks_goes_on_asking() -> None:
+    """What a small model wrote for the second: an answer, which holds the same name."""
+    assert same_kind("What does it cost?", "How much is it?")
+    assert not same_kind("What is the capital of Indonesia?", "In other words, the capital of Indonesia is an island.")
+    assert same_kind("Name its price.", "What does it cost?")
+    assert same_kind('Say "How much?"', "What about “How much?”")
+    assert not same_kind("Describe rain.", "Rain is water.\n\nIt falls.")
+    assert same_kind("Here is a text.\n\nMend it.", "Mend this.\n \nA text.")
+    assert same_kind("\u4ef7\u683c\u662f\u591a\u5c11\uff1f", "\u591a\u5c11\u94b1\uff1f")
+
+
 def test_a_reply_is_cleaned_up() -> None:
     assert cleaned_up(' "How are you?"\n') == "How are you?"
     assert cleaned_up("Here is the rewritten request:\n\n“Tell me.”") == "Tell me."
@@ -190,7 +202,7 @@ def test_what_a_model_wrote_is_checked() -> None:
 
 
 def test_answers_of_a_model_depend_on_their_own_prompt_alone() -> None:
-    generator = Generator(load("tiny"))
+    generator = Generator(ready("tiny", policy={}))
     sampling = SamplingConfig(max_tokens=6)
     both = generator.answers({1: "Hello.", 2: "What is 2 + 2?"}, 3, sampling, seed=5)
     alone = generator.answers({2: "What is 2 + 2?"}, 3, sampling, seed=5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 import yaml
 
 from alignment.augmentation import grading
-from alignment.augmentation.generation import Generator, load
+from alignment.augmentation.generation import Generator
 from alignment.augmentation.grading import GradedRows, Grader, GradingConfig
 from alignment.augmentation.journal import Graded, Journal
 from alignment.augmentation.rows import read_rows
@@ -22,6 +24,7 @@ from alignment.cli import main
 from alignment.errors import UserError
 from alignment.export import export
 from alignment.policy import PolicyConfig
+from alignment.ready import ready
 from alignment.rewards import Condition, RewardSpec
 from alignment.rollout import Rollout, SamplingConfig
 from alignment.tiny import save_tiny, tiny_tokenizer
@@ -57,7 +60,7 @@ def rows_of(scripts: Sequence[list[Any]] = SCRIPTS) -> list[dict[str, Any]]:
 def graded(folder: Path, rows: Sequence[Any], reward: Any = None, **settings: Any) -> GradedRows:
     source = read_rows(str(written(folder / "rows.jsonl", rows)), prompts_first=True)
     grader = Grader(source, GradingConfig(samples=4, **settings), {"right": reward or here()}, SAMPLING)
-    made, journal = grader.grade(load("tiny"), folder / "journal.jsonl")
+    made, journal = grader.grade(ready("tiny", policy={}), folder / "journal.jsonl")
     journal.close()
     return made
 
@@ -122,7 +125,7 @@ def test_conditions_count_and_other_rewards_are_not_asked(tmp_path: Path) -> Non
     }
     source = read_rows(str(written(tmp_path / "rows.jsonl", rows_of([[1] * 4] * 2))), prompts_first=True)
     grader = Grader(source, GradingConfig(samples=4, success="right"), rewards, SAMPLING)
-    made, _ = grader.grade(load("tiny"), tmp_path / "journal.jsonl")
+    made, _ = grader.grade(ready("tiny", policy={}), tmp_path / "journal.jsonl")
     assert [row["success_rate"] for row in made.rows] == [0.0, 0.0]
 
 
@@ -207,6 +210,19 @@ def test_a_journal_of_another_grading_is_refused(tmp_path: Path) -> None:
         Journal(path, {"seed": 0})
 
 
+def test_a_journal_on_a_full_disk_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "journal.jsonl"
+    Journal(path, {"seed": 0}).add({1: Graded(2.0, 4)}, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("alignment.augmentation.journal.os.fsync", full)
+        with pytest.raises(UserError, match="cannot be written: No space left on device; mend that and give the same"):
+            Journal(path, {"seed": 0}).add({2: Graded(1.0, 4)}, 0)
+    assert Journal(path, {"seed": 0}).grades[1] == Graded(2.0, 4)
+
+
 def test_a_journal_without_a_whole_line_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     path.write_text('{"seed": ')
@@ -280,7 +296,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--model=mine", "--rewards", "{right: ExactMach}"], "there is no 'ExactMach'; did you mean 'ExactMatch'?"),
     ([*RIGHT, "--rewards", "[1]"], "rewards is [1]; give a mapping of its settings"),
     ([*RIGHT, "--column=answer"], "has a column 'answer' of its own; write the difficulty to another with"),
-    (["--model=last", "--rewards", "{right: ExactMatch}"], "has a last checkpoint; give a model or a checkpoint"),
+    (["--model=last", "--rewards", "{right: ExactMatch}"], "has a last checkpoint; give its folder"),
     ([*RIGHT, "--share=0.1"], "--share belongs to --mode adversarial or expand, and this is --mode grade"),
     ([*RIGHT, "-c", "rows.jsonl"], "'rows.jsonl'"),
     ([*RIGHT, "-c", "odd.yaml"], "'odd.yaml' has a setting 'reward', which is not used here; did you mean 'rewards'?"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,22 @@ def test_rotation_by_name(alone: bool, tmp_path: Path, caplog: pytest.LogCapture
     path.rename(tmp_path / "rows.jsonl.1")
     write(path, "newest\n")
     assert texts(take(source, places)[0]) == ["newest"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rotation_between_a_look_and_its_first_row(alone: bool, tmp_path: Path) -> None:
+    """The file of the look has another name by then, and its old name is a new file's."""
+    path = write(tmp_path / "rows.jsonl", '{"n": 1}\n{"n": 2}\n')
+    source = FeedbackFiles(path if alone else tmp_path)
+    places, count = source.look(())
+    assert count == 2
+    path.rename(tmp_path / "rows-1.jsonl")
+    write(path, '{"n": 3, "longer": true}\n')
+    rows, places = source.read(places, 5)
+    assert texts(rows) == ['{"n": 1}', '{"n": 2}']
+    more, places = take(source, places)
+    assert texts(more) == ['{"n": 3, "longer": true}']
+    assert take(source, places)[0] == []
 
 
 def test_rotation_by_copy(tmp_path: Path) -> None:
@@ -328,7 +346,7 @@ def test_a_writer_and_a_reader_do_not_wait_for_each_other(tmp_path: Path) -> Non
     source = FeedbackTable(path)
     with closing(sqlite3.connect(path, timeout=0.0, isolation_level=None)) as writer:
         writer.execute("BEGIN IMMEDIATE")
-        writer.execute("INSERT INTO feedback (\"row\") VALUES ('{\"n\": 2}')")
+        writer.execute('INSERT INTO feedback ("row") VALUES (\'{"n": 2}\')')
         rows, places = take(source)
         assert texts(rows) == ['{"n": 1}']
         with closing(source._connect()) as reader:
@@ -404,6 +422,41 @@ def test_the_last_rows_are_deleted(tmp_path: Path) -> None:
     assert take(source, places)[0] == [("row 4", '{"n": 3}')]
 
 
+def test_a_table_that_gets_a_column(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one with a default, which old rows have then too, and though the file is another one since: a migration
+    that writes a new file repeats nothing. Another value in a known column does."""
+    path = tmp_path / "rows.db"
+    database(path, "CREATE TABLE t (id INTEGER PRIMARY KEY AUTOINCREMENT, prompt TEXT, note TEXT)")
+    database(path, "INSERT INTO t (prompt) VALUES ('a')")
+    source = FeedbackTable(path)
+    rows, places = take(source)
+    assert texts(rows) == ['{"id": 1, "prompt": "a"}']
+    database(path, "ALTER TABLE t ADD COLUMN weight REAL DEFAULT 2.0")
+    shutil.copy(path, tmp_path / "new.db")
+    (tmp_path / "new.db").replace(path)
+    database(path, "INSERT INTO t (prompt) VALUES ('b')")
+    rows, places = take(source, places)
+    assert texts(rows) == ['{"id": 2, "prompt": "b", "weight": 2.0}']
+    assert told(caplog) == []
+    shutil.copy(path, tmp_path / "new.db")
+    (tmp_path / "new.db").replace(path)
+    database(path, "UPDATE t SET prompt = 'c' WHERE id = 2")
+    assert len(take(source, places)[0]) == 2
+    assert "was emptied or replaced after row 2" in told(caplog)[0]
+
+
+def test_a_place_of_an_earlier_version_is_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its mark is the digest of all columns alone."""
+    path = tmp_path / "rows.db"
+    database(path, "CREATE TABLE t (id INTEGER PRIMARY KEY AUTOINCREMENT, prompt TEXT)")
+    database(path, "INSERT INTO t (prompt) VALUES ('a')")
+    (place,) = take(FeedbackTable(path))[1]
+    digest = hashlib.blake2b(b'{"id": 1, "prompt": "a"}', digest_size=8).hexdigest()
+    assert place.mark.startswith(f"{digest} ")
+    assert take(FeedbackTable(path), (replace(place, mark=digest),))[0] == []
+    assert told(caplog) == []
+
+
 def test_a_table_that_comes_later(tmp_path: Path) -> None:
     path = tmp_path / "rows.sqlite"
     source = open_feedback(str(path), None, "here")
@@ -420,6 +473,7 @@ def test_a_table_that_comes_later(tmp_path: Path) -> None:
 
 def test_paths_that_cannot_be_followed(tmp_path: Path) -> None:
     for path, table, said in (
+        ("", None, "here: the path is empty; give a folder of .jsonl files"),
         (tmp_path / "rows.csv", None, "'.*rows.csv' cannot be followed; rows arrive in .jsonl files or"),
         (tmp_path / "none", None, "here: there is no folder '.*none'; make it first"),
         (tmp_path / "none" / "rows.jsonl", None, "there is no folder '.*none'"),
@@ -520,6 +574,14 @@ def test_rows_that_json_cannot_hold(row: dict[str, object], tmp_path: Path) -> N
     with pytest.raises(UserError, match="must be what JSON can hold"):
         append_row(tmp_path / "rows.jsonl", row)
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_row_for_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty setting is no folder: not the one that the service runs in."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="the path of feedback is empty"):
+        append_row("", {"n": 1})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_gets_a_file_for_this_machine(tmp_path: Path) -> None:

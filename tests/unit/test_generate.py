@@ -98,6 +98,11 @@ def test_a_policy_with_heads_answers_fused(workdir: Path, monkeypatch: pytest.Mo
         trunk = load_policy(PolicyConfig(name="exported"))(ids).logits
     torch.testing.assert_close(fused, exported)
     assert not torch.equal(fused, trunk)
+    trained = ready("last", device="cpu")
+    before = trained.digest()
+    assert trained.heads is not None
+    trained.heads.prefer({"odd": 3.0, "size": 1.0})
+    assert trained.digest() != before
 
 
 def test_mistakes_of_generate(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -66,6 +68,7 @@ def test_limits_from_the_command_line() -> None:
         ("leakage", "give NAME=WARN,FAIL"),
         ("leakage=a", "give NAME=WARN,FAIL"),
         ("leakage=nan", "give NAME=WARN,FAIL"),
+        ("leakage=0,inf", "give NAME=WARN,FAIL"),
         ("leakage=0,1,2", "give NAME=WARN,FAIL"),
         ("leakage=none", "give NAME=WARN,FAIL"),
         ("leekage=0", "did you mean 'leakage'"),
@@ -174,6 +177,17 @@ def test_real_rows(shared: Path) -> None:
     assert (other.sources[0].report.format.split(" (")[0], len(other.examples)) == ("message lists", 10)
 
 
+def test_a_word_that_no_terminal_takes_is_said_as_an_escape(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"error_type": "od\ud800d", "votes": {"\udc80": ["a"], "b": "\ud83d"}}
+    (workdir / "rows.jsonl").write_text("".join(json.dumps({**g, **row}) + "\n" for g in GOOD))
+    words = ["data", "check", "rows.jsonl", "--skip", "near_duplicates,agreement", "--no_tracking", "--out", "quality"]
+    assert main(words) == 0
+    assert "od_ud800d" in capsys.readouterr().out  # a kind is letters, digits and underscores
+    assert "od_ud800d" in (workdir / "quality" / "data_quality.html").read_text()
+    example = read(["rows.jsonl"], Settings()).examples[0]
+    assert example.columns["votes"] == {r"\udc80": ["a"], "b": r"\ud83d"}
+
+
 # ---------------------------------------------------------------------- comparisons
 
 
@@ -234,6 +248,10 @@ def test_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["odd.jsonl"], "has the columns a, which is no known format"),
         (["bad.jsonl"], "none of the 2 rows of"),
         (["empty.jsonl"], "holds no rows"),
+        (["rows.jsonl", "rows.jsonl"], "'rows.jsonl' is given twice"),
+        ([""], "the name of a data file is empty"),
+        (["rows.jsonl", "--out", "rows.jsonl/x"], "--out: 'rows.jsonl/x' cannot be written to (Not a directory)"),
+        (["rows.jsonl", "--out", "/proc/x"], "--out: '/proc/x' cannot be written to"),
         ([], "required: FILE"),
     ],
 )
@@ -246,6 +264,39 @@ def test_a_mistake_is_one_line(words: list[str], told: str, workdir: Path, capsy
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert told in error
+
+
+def test_a_place_for_runs_that_is_none(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(workdir / "rows.jsonl", GOOD)
+    assert main(["data", "check", "rows.jsonl", "--root", "rows.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("alignment: error: --root: 'rows.jsonl' cannot be written to")
+
+
+def test_names_in_two_flags_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD)
+    words = ["--skip", "near_duplicates,leakage", "--skip", "tokens", "--skip=leakage"]
+    _, report = checked(capsys, file, *words)
+    assert not {"near_duplicates", "leakage", "tokens"} & report.keys()
+
+
+def test_a_report_that_cannot_be_written_is_one_line(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk; the earlier report is kept."""
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = write(workdir / "rows.jsonl", GOOD)
+    words = ["data", "check", file, "--skip", "near_duplicates,leakage", "--no_tracking", "--out", "quality"]
+    assert main(words) == 0
+    before = (workdir / "quality" / "data_quality.html").read_bytes()
+    capsys.readouterr()
+    monkeypatch.setattr("alignment.whole_file.os.fsync", full)
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith("data_quality.html' cannot be written: No space left on device\n")
+    assert (workdir / "quality" / "data_quality.html").read_bytes() == before
+    assert len(list((workdir / "quality").iterdir())) == 2
 
 
 def test_names_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,6 +373,7 @@ def test_what_a_page_shows_stays_text() -> None:
     assert "<i>" not in page
     assert "3 &lt; 4 &amp; more" in page
     assert 'style="width: 50.0%"' in page
-    assert page.count('class="verdict warn"') == 1
-    assert page.count('class="verdict na"') == 1
-    assert "row 1; ..." in page
+    assert page.count('class="verdict warn"') == 3  # of the whole, in the table, above the details
+    assert page.count('class="verdict na"') == 2
+    assert "row 1</li>" in page
+    assert "and 1 more" in page

@@ -115,3 +115,10 @@ def test_lists_of_different_lengths_name_nobody(tmp_path: Path) -> None:
     assert found.value == 1.0
     assert found.figures["kappa"] == {}
     assert found.figures["annotators"] is None
+
+
+def test_votes_that_are_no_numbers_of_this_world(tmp_path: Path) -> None:
+    """Whole numbers beyond all floats, which JSON holds, and a text that never ends its brackets: words, no crash."""
+    votes = [[10**400, 10**400], [-(10**400), -(10**400)], ["[" * 5000, "[" * 5000], "[" * 50_000]
+    found = agreement(corpus(tmp_path, voted(votes)), Settings())
+    assert (found.value, found.figures["level"], found.figures["units"]) == (1.0, "nominal", 3)

@@ -63,6 +63,15 @@ def test_duplicates(tmp_path: Path) -> None:
     assert prompts.faults[0].places == ["row 3 = row 1"]
 
 
+def test_repetitions_are_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    rows = corpus(tmp_path, [pair("Why?", "Because.", "No."), pair("why?", "Because.", "No.")])
+    monkeypatch.setattr("alignment.quality.reading.normal", lambda text: asked.append(text) or text.casefold())
+    assert duplicates(rows, Settings()).value == 0.5
+    assert near_duplicates(rows, Settings()).value == 0.0
+    assert asked == ["Because.", "No."] * 2
+
+
 def test_near_duplicates(tmp_path: Path) -> None:
     rows = [
         pair(LONG.format("August"), "Dear customers, we are closed.", "No."),
@@ -90,8 +99,8 @@ def test_leakage_between_files(tmp_path: Path) -> None:
     files = [write(tmp_path / "test.jsonl", test), write(tmp_path / "train.jsonl", train)]
     found = leakage(read(files, Settings()), Settings())
     exact, similar = found.faults
-    assert exact.places == ["test row 1 (test) = train row 1 (train)"]
-    assert similar.places == ["test row 2 (test) ~ train row 2 (train)", "test row 3 (test) ~ train row 2 (train)"]
+    assert exact.places == ["test row 1 = train row 1"]
+    assert similar.places == ["test row 2 ~ train row 2", "test row 3 ~ train row 2"]
     assert found.value == 0.75
     assert found.verdict == "fail"
     alone = leakage(read(files[:1], Settings()), Settings())
