@@ -27,6 +27,7 @@ from typing import Any
 from alignment import distributed, spread_file, tensor_file
 from alignment.codec import Encoder, decode
 from alignment.errors import UserError
+from alignment.whole_file import sync
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 _FORMAT = 1
@@ -66,7 +67,7 @@ def write_checkpoint(state: dict[str, Any], path: Path) -> None:
             STATE: _write_file(temporary / STATE, text),
         }
         _write_file(temporary / MANIFEST, _manifest(state, files))
-        _sync_folder(temporary)
+        sync(temporary)
         _commit(temporary, path)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -100,7 +101,7 @@ def write_together(state: dict[str, Any], path: Path) -> None:
         files[TENSORS] = tensor_file.write_tensors(temporary / TENSORS, tensors)
         files[STATE] = _write_file(temporary / STATE, text)
         _write_file(temporary / MANIFEST, _manifest(state, files))
-        _sync_folder(temporary)
+        sync(temporary)
         _commit(temporary, path)
 
     try:
@@ -159,7 +160,7 @@ def _commit(temporary: Path, path: Path) -> None:
         _remove(previous)
         os.rename(path, previous)
     os.rename(temporary, path)
-    _sync_folder(path.parent)
+    sync(path.parent)
     if os.path.lexists(previous):
         verify(path)
         _remove(previous)
@@ -178,15 +179,7 @@ def _make_folder(path: Path) -> None:
         return
     _make_folder(path.parent)
     path.mkdir(exist_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _hidden(path: Path, role: str) -> Path:
@@ -217,7 +210,7 @@ def point(link: Path, target: Path) -> None:
         _remove(previous)
         os.rename(link, previous)
     os.replace(temporary, link)
-    _sync_folder(link.parent)
+    sync(link.parent)
     _remove(previous)
 
 

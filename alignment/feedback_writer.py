@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
+from alignment.whole_file import sync
 
 SQLITE = (".db", ".sqlite", ".sqlite3")
 TABLE = "feedback"
@@ -72,21 +73,12 @@ def _append(path: Path, line: bytes) -> None:
     finally:
         os.close(file)
     if new:
-        _sync_folder(path.parent)
+        sync(path.parent)  # the name of a new file is on the disk too
 
 
 def _write(file: int, data: bytes) -> None:
     while data:
         data = data[os.write(file, data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """The name of a new file is on the disk too."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _insert(path: Path, text: str, table: str) -> None:

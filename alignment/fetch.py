@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alignment.errors import UserError
+from alignment.whole_file import sync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +127,7 @@ def _make(source: Source, work: Path) -> Path:
     files = {p.name: {"size": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(made.iterdir())}
     (made / MANIFEST).write_text(json.dumps({"source": source.sha256, "files": files}, indent=1) + "\n")
     for path in (*made.iterdir(), made):
-        _sync(path)
+        sync(path)
     return made
 
 
@@ -202,14 +203,6 @@ def _verify(folder: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor
 from alignment.batches import GroupBatch
 from alignment.chat import tokenizer_digest
 from alignment.errors import UserError
+from alignment.whole_file import sync
 
 __all__ = [
     "DamagedCacheError",
@@ -136,14 +137,9 @@ def write_table(path: Path, key: str, table: LogpTable) -> None:
         tensors["entropies"] = table.entropies
     partial = path.with_suffix(f".partial-{os.getpid()}")
     save_file(tensors, partial, metadata={"format": FORMAT, "key": key, "sha256": _checksum(tensors)})
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
+    sync(partial)
     os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def read_table(path: Path, key: str) -> LogpTable:
