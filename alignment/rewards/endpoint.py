@@ -13,13 +13,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
 from alignment.errors import UserError
+from alignment.settings import as_config
 
 Messages = list[dict[str, str]]
 
@@ -69,6 +70,13 @@ class EndpointConfig:
     concurrency: int = 8
     temperature: float = 0.0
     max_tokens: int = 64
+
+
+def endpoint_config(given: Mapping[str, Any] | EndpointConfig) -> EndpointConfig:
+    """From settings as they are given. Raises UserError for what is missing or unknown."""
+    if isinstance(given, Mapping) and (missing := sorted({"url", "model"} - set(given))):
+        raise UserError(f"endpoint lacks {' and '.join(missing)}")
+    return as_config(EndpointConfig, given)
 
 
 class ChatEndpoint:

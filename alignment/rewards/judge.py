@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.rewards.endpoint import ChatEndpoint, EndpointConfig, Messages, NoAnswer
+from alignment.rewards.endpoint import ChatEndpoint, EndpointConfig, Messages, NoAnswer, endpoint_config
 from alignment.rewards.judging import Question, asked_to_compare, asked_to_grade, choice_in, grade_in, new_code
 from alignment.rewards.verdicts import VerdictCache
 from alignment.settings import as_config
@@ -200,7 +200,7 @@ class _Panel:
             raise UserError("criteria is empty; say in plain words what the judge shall look at")
         if not call_s > 0 or canary_every < 1:
             raise UserError(f"call_s is {call_s} and canary_every {canary_every}; both must be positive")
-        self._endpoint = ChatEndpoint(_config(endpoint))
+        self._endpoint = ChatEndpoint(endpoint_config(endpoint))
         self._criteria, self._call_s, self._every = criteria, call_s, canary_every
         self._cache = None if cache is None else VerdictCache(cache)
         self.canaries = [_canary(canary) for canary in canaries]
@@ -261,12 +261,6 @@ def _check(canary: Canary, verdict: float | Exception) -> None:
             f"the judge failed on a reply whose verdict is known ({canary.reply[:30]!r}...; {canary.at_least:g} to "
             f"{canary.at_most:g} is right): {said}; use another judge, or canaries that fit the criteria"
         )
-
-
-def _config(endpoint: Mapping[str, Any] | EndpointConfig) -> EndpointConfig:
-    if isinstance(endpoint, Mapping) and (missing := sorted({"url", "model"} - set(endpoint))):
-        raise UserError(f"endpoint lacks {' and '.join(missing)}")
-    return as_config(EndpointConfig, endpoint)
 
 
 def _canary(given: Mapping[str, Any] | Canary) -> Canary:
