@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from alignment.errors import UserError
+
 
 @contextmanager
 def appearing_file(path: Path) -> Iterator[BinaryIO]:
@@ -26,6 +28,15 @@ def appearing_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         partial.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file, in place of an earlier one, whole or not at all. Raises UserError where it cannot be written."""
+    try:
+        with appearing_file(path) as file:
+            file.write(content)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written: {error.strerror}") from error
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.whole_file import appearing_file
+from alignment.whole_file import write_whole
 
 ENDINGS = (".jsonl", ".parquet")
 
@@ -35,11 +35,7 @@ def write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     are no dates.
     """
     content = _parquet(out, rows) if out.suffix == ".parquet" else _jsonl(out, rows)
-    try:
-        with appearing_file(out) as file:
-            file.write(content)
-    except OSError as error:
-        raise UserError(f"'{out}' cannot be written: {error.strerror}") from error
+    write_whole(out, content)
     return hashlib.sha256(content).hexdigest()
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from alignment import runs
 from alignment.evaluation.base import Result, Subject
-from alignment.whole_file import appearing_file
+from alignment.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +43,7 @@ def write(path: Path, subject: str, results: Mapping[str, Result]) -> None:
         for name, r in results.items()
     }  # fmt: skip
     text = json.dumps({"model": subject, "tasks": found}, indent=1, ensure_ascii=False) + "\n"
-    with appearing_file(path) as file:
-        file.write(text.encode("utf-8"))
+    write_whole(path, text.encode("utf-8"))
 
 
 def track(subject: Subject, results: Mapping[str, Result], path: Path, tracking_uri: str | None) -> str | None:

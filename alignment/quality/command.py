@@ -16,7 +16,7 @@ from alignment.data_options import Names, Parser, check_writable
 from alignment.errors import UserError
 from alignment.quality.findings import Finding
 from alignment.quality.settings import LIMITS, Kind, Level, Settings, limits_of
-from alignment.whole_file import appearing_file
+from alignment.whole_file import write_whole
 
 if TYPE_CHECKING:
     from alignment.quality.reading import Corpus
@@ -80,8 +80,8 @@ def check(files: Sequence[str], settings: Settings, output: Output, command: str
     page = html(report)
     folders = []
     if output.out is not None:
-        _write(output.out / PAGE, page)
-        _write(output.out / NUMBERS, report.to_json())
+        for name, text in ((PAGE, page), (NUMBERS, report.to_json())):
+            write_whole(output.out / name, text.encode("utf-8", "backslashreplace"))  # a file's name may be no text
         folders.append(output.out)
     if output.track:
         folders.append(track(report, page, corpus, settings, output))
@@ -89,15 +89,6 @@ def check(files: Sequence[str], settings: Settings, output: Output, command: str
         for folder in folders:
             print(f"report: {folder / PAGE}")
     return report
-
-
-def _write(path: Path, text: str) -> None:
-    """A file in place of an earlier one, whole or not at all."""
-    try:
-        with appearing_file(path) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))  # a file's name may be no text
-    except OSError as error:
-        raise UserError(f"'{path}' cannot be written: {error.strerror}") from error
 
 
 def checks() -> Mapping[str, Callable[[Corpus, Settings], Finding]]:

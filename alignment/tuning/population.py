@@ -21,7 +21,7 @@ from alignment.errors import UserError
 from alignment.tuning.plan import Plan, wanted
 from alignment.tuning.process import RunFailed
 from alignment.tuning.space import Dimension, Range, Space, Value
-from alignment.whole_file import appearing_file
+from alignment.whole_file import write_whole
 
 FACTORS = (0.8, 1.25)
 SHARE = 0.25
@@ -146,8 +146,7 @@ def _part(
 def _save(path: Path, plan: Plan, interval: int, number: int, members: Sequence[Member]) -> None:
     """A study that is killed goes on from the last whole round."""
     text = json.dumps({**_kind(plan, interval), "round": number, "members": [asdict(m) for m in members]}, indent=1)
-    with appearing_file(path) as file:
-        file.write(text.encode("utf-8"))
+    write_whole(path, text.encode("utf-8"))
 
 
 def _kind(plan: Plan, interval: int) -> dict[str, Any]:
